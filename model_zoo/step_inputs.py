@@ -1,0 +1,60 @@
+"""What one step of a model consumes: plain arrays of one fixed shape, packed in one int32 buffer.
+
+T tokens (bucket), B rows, P blocks per row.  No jax here: the host builds it, the step unpacks it.
+"""
+
+from typing import Any, NamedTuple
+
+Array = Any  # numpy on the host, jax.Array inside the step
+
+
+class StepInputs(NamedTuple):
+    """One step's tokens, packed row after row; rows of one new token (decodes) come first.
+
+    Padding is at the end of each axis.  Nothing negative: "nowhere" is an index past the end.
+    """
+
+    tokens: Array  # i32[T]        token ids; 0 for padding
+    token_seats: Array  # i32[T]   seat whose last sampled token replaces `tokens`; >= seats: use `tokens`
+    positions: Array  # i32[T]     position in its request; 0 for padding
+    slots: Array  # i32[T]         KV slot to write, block * block_size + offset; >= S for padding
+    block_tables: Array  # i32[B, P]  physical blocks of each row; entries past its context are arbitrary but valid
+    query_starts: Array  # i32[B + 1] row b owns tokens query_starts[b]:query_starts[b + 1]; padding rows are empty
+    kv_lens: Array  # i32[B]       tokens of the row in the cache after this step; 0 for padding
+    num_decodes: Array  # i32[1]   the first num_decodes rows have exactly one query
+
+
+def step_shapes(tokens: int, rows: int, blocks: int) -> StepInputs:
+    """The shape of every field, for `tokens` T, `rows` B and `blocks` P."""
+    per_token, per_row = (tokens,), (rows,)
+    return StepInputs(
+        tokens=per_token,
+        token_seats=per_token,
+        positions=per_token,
+        slots=per_token,
+        block_tables=(rows, blocks),
+        query_starts=(rows + 1,),
+        kv_lens=per_row,
+        num_decodes=(1,),
+    )
+
+
+def packed_size(shapes: StepInputs) -> int:
+    """Number of int32 values of the packed buffer."""
+    return sum(_size(shape) for shape in shapes)
+
+
+def unpack(packed: Array, shapes: StepInputs) -> StepInputs:
+    """Views of `packed`, i32[packed_size(shapes)], one a field; works for numpy and inside a jitted step."""
+    fields, end = [], 0
+    for shape in shapes:
+        start, end = end, end + _size(shape)
+        fields.append(packed[start:end].reshape(shape))
+    return StepInputs(*fields)
+
+
+def _size(shape: tuple[int, ...]) -> int:
+    size = 1
+    for axis in shape:
+        size *= axis
+    return size
