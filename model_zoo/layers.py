@@ -1,0 +1,52 @@
+"""What the models share: norm, linear map, gated MLP, and the loop over layers."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+Weights = dict[str, Any]
+
+
+def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
+    """RMS norm over the last axis in float32 (arXiv 1910.07467); dtype of the weight."""
+    x = x.astype(jnp.float32)
+    x = x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + eps)
+    return (x * weight.astype(jnp.float32)).astype(weight.dtype)
+
+
+def linear(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
+    """x [T, in] times weight [in, out], summed in float32; dtype of x."""
+    y = jnp.dot(x, weight, preferred_element_type=jnp.float32)
+    if bias is not None:
+        y = y + bias.astype(jnp.float32)
+    return y.astype(x.dtype)
+
+
+def gated_mlp(x: jax.Array, w: Weights) -> jax.Array:
+    """down(silu(gate(x)) * up(x)); gate and up are one weight (arXiv 2002.05202)."""
+    gate, up = jnp.split(linear(x, w["gate_up"], w.get("gate_up_bias")), 2, axis=-1)
+    gated = jax.nn.silu(gate.astype(jnp.float32)) * up.astype(jnp.float32)
+    return linear(gated.astype(x.dtype), w["down"], w.get("down_bias"))
+
+
+def run_layers(
+    layer: Callable[[jax.Array, Any, jax.Array, Weights], tuple[jax.Array, Any]],
+    weights: Weights,  # stacked on a leading axis L
+    hidden: jax.Array,
+    kv: Any,
+) -> tuple[jax.Array, Any]:
+    """Runs (hidden, kv, index, weights of the layer) -> (hidden, kv) over all layers.
+
+    One scan with the KV as carry: as xs and ys the KV would be held twice.
+    """
+
+    def body(carry, w):
+        hidden, kv, index = carry
+        hidden, kv = layer(hidden, kv, index, w)
+        return (hidden, kv, index + 1), None
+
+    carry = (hidden, kv, jnp.zeros((), jnp.int32))
+    (hidden, kv, _), _ = jax.lax.scan(body, carry, weights)
+    return hidden, kv

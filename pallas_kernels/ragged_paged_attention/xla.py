@@ -1,0 +1,194 @@
+"""Ragged paged attention in plain XLA, for every back end that has no kernel of its own.
+
+A step is split in two: rows of one query (decodes) and rows of many (chunks).  Both walk the KV in
+spans of positions with an online softmax (arXiv 2205.14135); the bounds of every loop are the real
+lengths of the step, so that cost never depends on the longest possible context.  Spans start at
+multiples of their size, so the order in which a query sums up its context depends neither on how
+its prompt was cut nor on its neighbours.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+DECODE_ROWS = 8  # rows that share one loop over the context
+DECODE_SPAN = 64  # positions a turn of it
+CHUNK_QUERIES = 64  # queries of one row that share one loop
+CHUNK_SPAN = 256  # positions a turn of it
+
+
+class Rows(NamedTuple):
+    """Where the queries and the context of each row lie."""
+
+    block_tables: jax.Array  # i32[B, P]
+    query_starts: jax.Array  # i32[B + 1]
+    kv_lens: jax.Array  # i32[B]
+    num_decodes: jax.Array  # i32[]
+
+
+class Mask(NamedTuple):
+    """Which positions a query sees, and how scores are shaped."""
+
+    window: int | jax.Array | None
+    soft_cap: float | None
+    scale: float
+
+
+class Softmax(NamedTuple):
+    """Online softmax state: the weighted sum so far, its normaliser, the highest score."""
+
+    values: jax.Array  # f32[..., H]
+    total: jax.Array  # f32[..., 1]
+    top: jax.Array  # f32[..., 1]
+
+
+def ragged_paged_attention(
+    q: jax.Array,  # [T, N, H]
+    kv: jax.Array,  # [L, blocks, K, block_size, 2H]
+    layer: jax.Array,  # i32[]
+    rows: Rows,
+    mask: Mask,
+) -> jax.Array:  # [T, N, H]
+    """See `api`."""
+    return _chunks(_decode(q, kv, layer, rows, mask), q, kv, layer, rows, mask)
+
+
+def _pad_to_span(tables: jax.Array, blocks: int) -> jax.Array:
+    """Tables whose width is a multiple of `blocks`; block 0 is as good as any, it is masked."""
+    return jnp.pad(tables, ((0, 0), (0, -tables.shape[1] % blocks)))
+
+
+def _decode(q: jax.Array, kv: jax.Array, layer: jax.Array, batch: Rows, mask: Mask) -> jax.Array:
+    """Attention of the rows of one query: row b is token b.  All other tokens come out zero."""
+    num_tokens, heads, width = q.shape
+    kv_heads, block_size = kv.shape[2:4]
+    blocks = max(1, DECODE_SPAN // block_size)
+    span = blocks * block_size
+    rows = min(len(batch.kv_lens), num_tokens)
+    pad = -rows % DECODE_ROWS
+    tables = jnp.pad(_pad_to_span(batch.block_tables[:rows], blocks), ((0, pad), (0, 0)))
+    lens = jnp.where(jnp.arange(rows) < batch.num_decodes, batch.kv_lens[:rows], 0)
+    lens = jnp.pad(lens, (0, pad))
+    queries = jnp.pad(q[:rows], ((0, pad), (0, 0), (0, 0)))
+    queries = queries.reshape(-1, kv_heads, heads // kv_heads, width)
+
+    def group(index, out):
+        start = index * DECODE_ROWS
+        group_q = jax.lax.dynamic_slice_in_dim(queries, start, DECODE_ROWS)
+        group_tables = jax.lax.dynamic_slice_in_dim(tables, start, DECODE_ROWS)
+        group_lens = jax.lax.dynamic_slice_in_dim(lens, start, DECODE_ROWS)
+        low = jnp.zeros((), jnp.int32)
+        if mask.window is not None:
+            firsts = jnp.where(group_lens > 0, group_lens - mask.window, jnp.max(group_lens))
+            low = jnp.maximum(jnp.min(firsts), 0) // span
+
+        def turn(index, state):
+            where = jax.lax.dynamic_slice_in_dim(group_tables, index * blocks, blocks, axis=1)
+            pages = kv[layer, where]  # [rows, blocks, K, block_size, 2H]
+            pages = pages.transpose(0, 2, 1, 3, 4).reshape(DECODE_ROWS, kv_heads, span, 2 * width)
+            positions = index * span + jnp.arange(span)
+            seen = positions < group_lens[:, None]
+            if mask.window is not None:
+                seen &= positions >= group_lens[:, None] - mask.window
+            return _turn(
+                state, group_q, pages, seen[:, None, None, :], seen[:, None, :, None], mask
+            )
+
+        state = jax.lax.fori_loop(low, -(-jnp.max(group_lens) // span), turn, _empty(group_q))
+        return jax.lax.dynamic_update_slice_in_dim(out, _result(state, q.dtype), start, axis=0)
+
+    out = jax.lax.fori_loop(0, -(-batch.num_decodes // DECODE_ROWS), group, jnp.zeros_like(queries))
+    out = out[:rows].reshape(rows, heads, width)
+    return jnp.pad(out, ((0, num_tokens - rows), (0, 0), (0, 0)))
+
+
+def _chunks(
+    out: jax.Array, q: jax.Array, kv: jax.Array, layer: jax.Array, rows: Rows, mask: Mask
+) -> jax.Array:
+    """`out` with the rows of many queries filled in, tile by tile of queries of one row."""
+    num_tokens, heads, width = q.shape
+    kv_heads, block_size = kv.shape[2:4]
+    blocks = max(1, CHUNK_SPAN // block_size)
+    tables = _pad_to_span(rows.block_tables, blocks)
+    query_starts = rows.query_starts
+    span = blocks * block_size
+    tile = min(CHUNK_QUERIES, num_tokens)
+    counts = query_starts[1:] - query_starts[:-1]
+    tiles = jnp.where(jnp.arange(len(counts)) < rows.num_decodes, 0, -(-counts // tile))
+    ends = jnp.cumsum(tiles)
+    queries = jnp.pad(q, ((0, tile), (0, 0), (0, 0)))
+
+    def one_tile(index, out):
+        row = jnp.sum(ends <= index)
+        start = query_starts[row] + (index - ends[row] + tiles[row]) * tile
+        count = jnp.minimum(query_starts[row + 1] - start, tile)
+        length = rows.kv_lens[row]
+        first = length - (query_starts[row + 1] - start)  # position of the first query
+        at = first + jnp.arange(tile)
+        tile_q = jax.lax.dynamic_slice_in_dim(queries, start, tile)
+        tile_q = tile_q.reshape(tile, kv_heads, heads // kv_heads, width).transpose(1, 2, 0, 3)
+        tile_q = tile_q.reshape(kv_heads, -1, width)
+        low = jnp.zeros((), jnp.int32)
+        if mask.window is not None:
+            low = jnp.maximum(first + 1 - mask.window, 0) // span
+
+        def turn(index, state):
+            where = jax.lax.dynamic_slice(tables, (row, index * blocks), (1, blocks))[0]
+            pages = kv[layer, where]  # [blocks, K, block_size, 2H]
+            pages = pages.transpose(1, 0, 2, 3).reshape(kv_heads, span, 2 * width)
+            positions = index * span + jnp.arange(span)
+            seen = (positions <= at[:, None]) & (jnp.arange(tile)[:, None] < count)
+            if mask.window is not None:
+                seen &= positions > at[:, None] - mask.window
+            seen = jnp.tile(seen, (heads // kv_heads, 1))
+            return _turn(state, tile_q, pages, seen[None], (positions < length)[:, None], mask)
+
+        state = jax.lax.fori_loop(low, -(-(first + count) // span), turn, _empty(tile_q))
+        result = _result(state, q.dtype).reshape(kv_heads, heads // kv_heads, tile, width)
+        result = result.transpose(2, 0, 1, 3).reshape(tile, heads, width)
+        # Tiles come in the order of tokens and a tile is zero past its row, so what it writes too
+        # much is either overwritten by the next row or padding.
+        return jax.lax.dynamic_update_slice_in_dim(out, result, start, axis=0)
+
+    out = jnp.pad(out, ((0, tile), (0, 0), (0, 0)))
+    return jax.lax.fori_loop(0, ends[-1], one_tile, out)[:num_tokens]
+
+
+def _empty(q: jax.Array) -> Softmax:
+    total = jnp.zeros((*q.shape[:-1], 1), jnp.float32)
+    return Softmax(jnp.zeros(q.shape, jnp.float32), total, total - jnp.inf)
+
+
+def _turn(
+    state: Softmax,
+    q: jax.Array,  # [..., Q, H]
+    pages: jax.Array,  # [..., span, 2H]  K and V of the span
+    seen: jax.Array,  # bool[..., Q, span]  query sees position
+    written: jax.Array,  # bool[..., span, 1]  position holds a value at all
+    mask: Mask,
+) -> Softmax:
+    """Adds one span to the state."""
+    width = q.shape[-1]
+    k = pages[..., :width]
+    v = jnp.where(
+        written, pages[..., width:], 0
+    )  # 0 x NaN is NaN: what nobody sees must be a number
+    scores = jnp.einsum("...qh,...sh->...qs", q, k, preferred_element_type=jnp.float32) * mask.scale
+    if mask.soft_cap is not None:
+        scores = mask.soft_cap * jnp.tanh(scores / mask.soft_cap)
+    scores = jnp.where(seen, scores, -jnp.inf)
+    top = jnp.maximum(state.top, jnp.max(scores, axis=-1, keepdims=True))
+    safe = jnp.where(top == -jnp.inf, 0.0, top)  # nothing seen yet: exp(-inf - 0) is 0
+    weights = jnp.exp(scores - safe)
+    keep = jnp.exp(state.top - safe)
+    sums = jnp.einsum(
+        "...qs,...sh->...qh", weights.astype(v.dtype), v, preferred_element_type=jnp.float32
+    )
+    total = state.total * keep + jnp.sum(weights, axis=-1, keepdims=True)
+    return Softmax(state.values * keep + sums, total, top)
+
+
+def _result(state: Softmax, dtype) -> jax.Array:
+    """Weighted mean; zero where nothing was seen."""
+    return (state.values / jnp.where(state.total == 0.0, 1.0, state.total)).astype(dtype)
