@@ -1,0 +1,40 @@
+"""The persistent compile cache: on by default, and never a reason to fail."""
+
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import jaxlib
+import platformdirs
+
+
+def enable(setting: str, warn: Callable[[str], None]) -> Path | None:
+    """Points JAX at its cache folder; call it before the first array is made.  Returns the folder
+    in use.
+
+    `setting` is `runner.compile_cache`: "auto", "off" or a folder.  The versions of jax and jaxlib
+    are part of the path, so that an upgrade never reads what another compiler wrote.  A folder that
+    cannot be used gives one warning and no cache.
+    """
+    if setting == "off":
+        jax.config.update("jax_compilation_cache_dir", None)
+        return None
+    if setting == "auto":
+        root = Path(platformdirs.user_cache_dir("jaxserve")) / "compiled"
+    else:
+        root = Path(setting).expanduser()
+    folder = root / f"jax-{jax.__version__}-jaxlib-{jaxlib.__version__}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=folder) as probe:
+            os.write(probe.fileno(), b"probe")
+    except OSError as error:
+        warn(f"compile cache {folder} cannot be used ({error.strerror}); compiling without it")
+        jax.config.update("jax_compilation_cache_dir", None)
+        return None
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    return folder

@@ -1,0 +1,190 @@
+"""The functions that run on the device, and the state they pass on from step to step."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxserve.config import EngineConfig
+from jaxserve.runner import packing, sampler
+from jaxserve.runner.programs import ProgramSpec
+from model_zoo.step_inputs import packed_size, step_shapes, unpack
+from pallas_kernels.kv_write.api import kv_write
+from pallas_kernels.ragged_paged_attention import api as attention
+
+SEED_TOKENS = 512  # tokens of one `seed_counts` call
+
+_WHY = {
+    "backbone": "all layers over a step of up to {} tokens",
+    "head": "logits of up to {} rows",
+    "greedy": "sampling when every row is greedy, up to {} rows",
+    "random": "temperature, top-k, top-p, min-p, up to {} rows",
+    "full": "penalties, bias, min_tokens and all of the above, up to {} rows",
+    "score": "log-probabilities of given tokens, up to {} rows",
+    "seed_counts": "token counts of a seat whose request has penalties, {} tokens at a time",
+}
+
+
+@dataclasses.dataclass(slots=True)
+class DeviceState:
+    """Arrays that live on the device between steps; all but `last_tokens` are donated to the next
+    step.
+    """
+
+    kv: Any  # the whole cache, laid out by pallas_kernels
+    hidden: jax.Array  # [token_budget, D]  output of the last backbone
+    last_tokens: jax.Array  # i32[seats]    last sampled token of each seat
+    counts: jax.Array | None  # i32[seats, V]  prompt flag and output count; None without penalties
+
+
+class DeviceStep:
+    """One model under one resolved config, as pure functions of fixed shapes.
+
+    `graphdef` and `abstract_weights` come from `nnx.split` of the abstract module; `vocab_size` is
+    the tokenizer's: ids at and above it are never sampled.
+    """
+
+    def __init__(
+        self,
+        graphdef: Any,
+        abstract_weights: Any,
+        model_config: Any,
+        config: EngineConfig,
+        vocab_size: int,
+    ):
+        self.graphdef = graphdef
+        self.abstract_weights = abstract_weights
+        self.model_config = model_config
+        self.config = config
+        self.vocab_size = vocab_size
+        self.num_seats = config.scheduler.max_seqs
+        self.num_blocks = config.cache.num_blocks
+        self.num_slots = config.cache.num_blocks * config.cache.block_size
+        self.blocks_per_row = -(-config.model.max_len // config.cache.block_size)
+        self.dtype = jnp.dtype(config.model.dtype)
+
+    def init_state(self) -> DeviceState:
+        """Fresh device arrays: an empty cache."""
+        return DeviceState(
+            **jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), self._abstract_state())
+        )
+
+    def specs(self) -> list[ProgramSpec]:
+        """Every program this config can need; switched-off features are not among them."""
+        config, state = self.config, self._abstract_state()
+        i32 = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
+        weights, kv, hidden = self.abstract_weights, state["kv"], state["hidden"]
+        last_tokens, counts = state["last_tokens"], state["counts"]
+        specs = []
+        for tokens in reversed(config.buckets.tokens):
+            packed = i32((packed_size(self.shapes(tokens)),))
+            arguments = (weights, kv, hidden, last_tokens, packed)
+            function = functools.partial(self._backbone, tokens)
+            specs.append(self._spec("backbone", tokens, function, arguments, (1, 2)))
+        for rows in reversed(config.buckets.rows):
+            logits = jax.ShapeDtypeStruct((rows, self.model_config.V), jnp.float32)
+            packed = i32((packing.packed_length(packing.sample_spec(rows)),))
+            specs.append(self._spec("head", rows, self._head, (weights, hidden, i32((rows,)))))
+            specs.append(
+                self._spec("greedy", rows, self._greedy, (logits, i32((rows,)), last_tokens))
+            )
+            if config.sampling.random:
+                specs.append(
+                    self._spec("random", rows, self._random, (logits, packed, last_tokens))
+                )
+            if counts is not None:
+                arguments = (logits, packed, last_tokens, counts)
+                specs.append(self._spec("full", rows, self._full, arguments, (3,)))
+            if config.sampling.logprobs:
+                specs.append(self._spec("score", rows, self._score, (logits, i32((rows,)))))
+        if counts is not None:
+            flags = jax.ShapeDtypeStruct((SEED_TOKENS,), jnp.bool_)
+            clear = jax.ShapeDtypeStruct((), jnp.bool_)
+            arguments = (counts, i32(()), i32((SEED_TOKENS,)), flags, clear)
+            specs.append(self._spec("seed_counts", SEED_TOKENS, self._seed_counts, arguments, (0,)))
+        return specs
+
+    def padding_step(self, tokens: int) -> np.ndarray:
+        """A packed step of bucket `tokens` in which everything is padding."""
+        shapes = self.shapes(tokens)
+        packed = np.zeros(packed_size(shapes), np.int32)
+        x = unpack(packed, shapes)
+        x.token_seats[:] = self.num_seats
+        x.slots[:] = self.num_slots
+        return packed
+
+    def fill_slots(self, kv: Any, slots: jax.Array, value: float) -> Any:
+        """Writes `value` into K and V of `slots`, i32[n], in every layer: poison for proofs."""
+        c = self.model_config
+        rows = jnp.full((slots.shape[0], c.K, c.H), value, self.dtype)
+        return jax.lax.fori_loop(
+            0, c.L, lambda layer, kv: kv_write(kv, layer, slots, rows, rows), kv
+        )
+
+    def shapes(self, tokens: int):
+        return step_shapes(tokens, self.num_seats, self.blocks_per_row)
+
+    def _init_kv(self) -> Any:
+        c = self.model_config
+        shape = attention.kv_shape(c.L, self.num_blocks, self.config.cache.block_size, c.K, c.H)
+        return attention.init_kv(shape, self.config.model.dtype)
+
+    def _abstract_state(self) -> dict[str, Any]:
+        c, seats = self.model_config, self.num_seats
+        budget = self.config.buckets.tokens[-1]
+        counts = None
+        if self.config.sampling.penalties:
+            counts = jax.ShapeDtypeStruct((seats, c.V), jnp.int32)
+        return {
+            "kv": jax.eval_shape(self._init_kv),
+            "hidden": jax.ShapeDtypeStruct((budget, c.D), self.dtype),
+            "last_tokens": jax.ShapeDtypeStruct((seats,), jnp.int32),
+            "counts": counts,
+        }
+
+    def _spec(self, kind, bucket, function, arguments, donate=()) -> ProgramSpec:
+        return ProgramSpec(kind, bucket, _WHY[kind].format(bucket), function, arguments, donate)
+
+    def _model(self, weights: Any) -> Any:
+        return nnx.merge(self.graphdef, weights)
+
+    def _backbone(self, tokens, weights, kv, hidden, last_tokens, packed):
+        x = unpack(packed, self.shapes(tokens))
+        known = x.token_seats >= self.num_seats
+        seats = jnp.where(known, 0, x.token_seats)
+        x = x._replace(tokens=jnp.where(known, x.tokens, last_tokens[seats]))
+        new, kv = self._model(weights).forward(kv, x, block_size=self.config.cache.block_size)
+        hidden = jax.lax.dynamic_update_slice(hidden, new.astype(hidden.dtype), (0, 0))
+        return kv, hidden, x.num_decodes
+
+    def _head(self, weights, hidden, token_index):
+        rows = jnp.minimum(token_index, hidden.shape[0] - 1)
+        return self._model(weights).logits(hidden[rows])
+
+    def _greedy(self, logits, seats, last_tokens):
+        return self._sampled(sampler.greedy(logits, self.vocab_size), seats, last_tokens)
+
+    def _random(self, logits, packed, last_tokens):
+        x = packing.unpack(packed, packing.sample_spec(logits.shape[0]))
+        return self._sampled(sampler.random(logits, x, self.vocab_size), x.seats, last_tokens)
+
+    def _full(self, logits, packed, last_tokens, counts):
+        x = packing.unpack(packed, packing.sample_spec(logits.shape[0]))
+        rows = counts[jnp.minimum(x.seats, self.num_seats - 1)]
+        sampled = sampler.full(logits, rows, x, self.vocab_size)
+        counts = sampler.add_counts(counts, x.seats, sampled.tokens)
+        return *self._sampled(sampled, x.seats, last_tokens), counts
+
+    def _sampled(self, sampled, seats, last_tokens):
+        last_tokens = last_tokens.at[seats].set(sampled.tokens, mode="drop")
+        return sampled.tokens, sampled.bad, last_tokens
+
+    def _score(self, logits, targets):
+        return sampler.logprobs(logits, targets, self.vocab_size)
+
+    def _seed_counts(self, counts, seat, tokens, is_prompt, clear):
+        return sampler.seed_counts(counts, seat, tokens, is_prompt, clear)

@@ -1,0 +1,163 @@
+"""Owns the device: weights, the donated KV array, per-seat state, and one compiled program a
+bucket.
+"""
+
+import dataclasses
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxserve.batch.step import Batch, Logprobs, SeatReset, StepResult
+from jaxserve.config import EngineConfig
+from jaxserve.runner import packing
+from jaxserve.runner.device_step import SEED_TOKENS, DeviceStep
+from jaxserve.runner.programs import CompileCounter, Manifest, compile_programs
+
+Progress = Callable[[int, int], None]
+
+
+@dataclasses.dataclass(slots=True)
+class _Flight:
+    """A dispatched step: what to read when the device has finished it."""
+
+    tokens: jax.Array | None
+    bad: jax.Array | None
+    logprobs: Any
+    scores: list[Any]
+    mark: jax.Array  # ready when the backbone is done
+    dispatched: float
+
+
+class ModelRunner:
+    """Runs batches in the order in which they are dispatched.  One thread dispatches; results are
+    read by another.
+
+    Nothing compiles after `warm_up`: a batch of an undeclared shape raises KeyError.
+    """
+
+    def __init__(
+        self,
+        step: DeviceStep,
+        config: EngineConfig,
+        *,
+        threads: int = 1,
+        progress: Progress | None = None,
+    ):
+        self.config = config
+        self.step = step
+        self.manifest = Manifest(compile_programs(step.specs(), threads=threads, progress=progress))
+        self.compiles = CompileCounter()
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="jaxserve-read")
+        self._last_done = 0.0
+        self.weights: Any = None
+        self.state = step.init_state()
+
+    def load(self, weights: Any) -> None:
+        """Takes the model's weights, a pytree like `step.abstract_weights`."""
+        expected = jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), self.step.abstract_weights)
+        given = jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), weights)
+        if expected != given:
+            raise ValueError(
+                f"weights do not fit the compiled programs: {given} instead of {expected}"
+            )
+        self.weights = weights
+
+    @property
+    def num_slots(self) -> int:
+        return self.step.num_slots
+
+    @property
+    def compiles_after_warmup(self) -> int:
+        return self.compiles.count
+
+    def dispatch(self, batch: Batch) -> "Future[StepResult]":
+        """Sends one step to the device and returns at once; steps run in the order of dispatch."""
+        dispatched = time.perf_counter()
+        for reset in batch.resets:
+            self._seed_counts(reset)
+        state = self.state
+        state.kv, state.hidden, mark = self.manifest.get("backbone", batch.token_bucket)(
+            self.weights, state.kv, state.hidden, state.last_tokens, batch.packed
+        )
+        flight = _Flight(None, None, None, [], mark, dispatched)
+        if batch.samples is not None:
+            self._sample(batch, flight)
+        for score in batch.scores:
+            rows = len(score.targets)
+            logits = self._logits(rows, score.token_index)
+            flight.scores.append(self.manifest.get("score", rows)(logits, score.targets))
+        return self._reader.submit(self._read, flight)
+
+    def result(self, handle: "Future[StepResult]") -> StepResult:
+        """Waits for a dispatched step."""
+        return handle.result()
+
+    def close(self) -> None:
+        """Waits for what is in flight and gives the device memory back."""
+        self._reader.shutdown(wait=True)
+        self.weights = None
+        self.state = None
+
+    def costs(self) -> dict[int, float]:
+        """Seconds that one run of each token bucket took in warm-up, sampling of its rows
+        included.
+        """
+        costs = {}
+        for bucket in self.manifest.buckets("backbone"):
+            rows = next((r for r in self.manifest.buckets("head") if r >= bucket), None)
+            rows = rows or self.manifest.buckets("head")[-1]
+            sample = sum(self.manifest.get(kind, rows).measured_s for kind in ("head", "greedy"))
+            costs[bucket] = self.manifest.get("backbone", bucket).measured_s + sample
+        return costs
+
+    def _logits(self, rows: int, token_index: np.ndarray) -> jax.Array:
+        return self.manifest.get("head", rows)(self.weights, self.state.hidden, token_index)
+
+    def _sample(self, batch: Batch, flight: _Flight) -> None:
+        samples, state, rows = batch.samples, self.state, batch.row_bucket
+        assert samples is not None
+        program = self.manifest.get(batch.sampler, rows)
+        logits = self._logits(rows, samples.token_index)
+        if batch.sampler == "greedy":
+            sampled = program(logits, samples.seats, state.last_tokens)
+        elif batch.sampler == "random":
+            sampled = program(logits, packing.pack(samples), state.last_tokens)
+        else:
+            *sampled, state.counts = program(
+                logits, packing.pack(samples), state.last_tokens, state.counts
+            )
+        flight.tokens, flight.bad, state.last_tokens = sampled
+        if batch.logprobs:
+            flight.logprobs = self.manifest.get("score", rows)(logits, flight.tokens)
+
+    def _seed_counts(self, reset: SeatReset) -> None:
+        program = self.manifest.get("seed_counts", SEED_TOKENS)
+        for start in range(0, max(1, len(reset.tokens)), SEED_TOKENS):
+            part = reset.tokens[start : start + SEED_TOKENS]
+            tokens = np.full(SEED_TOKENS, self.step.vocab_size, np.int32)
+            tokens[: len(part)] = part
+            is_prompt = np.arange(start, start + SEED_TOKENS) < reset.num_prompt
+            clear = np.asarray(start == 0)
+            seat = np.asarray(reset.seat, np.int32)
+            self.state.counts = program(self.state.counts, seat, tokens, is_prompt, clear)
+
+    def _read(self, flight: _Flight) -> StepResult:
+        tokens = flight.tokens if flight.tokens is not None else flight.mark
+        tokens = np.asarray(tokens)  # waits for the device
+        bad = np.zeros(0, bool) if flight.bad is None else np.asarray(flight.bad)
+        logprobs = None if flight.logprobs is None else _to_host(flight.logprobs)
+        scores = tuple(_to_host(score) for score in flight.scores)
+        done = time.perf_counter()
+        device_s = done - max(flight.dispatched, self._last_done)
+        self._last_done = done
+        if flight.tokens is None:
+            tokens = np.zeros(0, np.int32)
+        return StepResult(tokens, bad, logprobs, scores, device_s)
+
+
+def _to_host(arrays: tuple[jax.Array, ...]) -> Logprobs:
+    return Logprobs(*(np.asarray(array) for array in arrays))

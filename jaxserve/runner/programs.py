@@ -1,0 +1,167 @@
+"""Programs: compiled functions at one shape.  Declared, compiled, counted; nothing else ever
+runs.
+"""
+
+import dataclasses
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import jax.monitoring
+
+_COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
+
+
+@dataclasses.dataclass(frozen=True)
+class ProgramSpec:
+    """What is to be compiled: `function` at the shapes of `arguments`, and why it exists."""
+
+    kind: str  # backbone | greedy | random | full | score | seed_counts
+    bucket: int  # tokens (backbone), rows (samplers), tokens (seed_counts)
+    why: str
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]  # pytrees of jax.ShapeDtypeStruct
+    donate: tuple[int, ...] = ()
+    compiler_options: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind}[{self.bucket}]"
+
+
+@dataclasses.dataclass
+class Program:
+    """A compiled spec; calling it runs it.  It cannot compile: other shapes raise TypeError."""
+
+    spec: ProgramSpec
+    compiled: Any
+    compile_s: float
+    uses: int = 0
+    measured_s: float = 0.0  # one run on padding only, after the first
+
+    def __call__(self, *arguments: Any) -> Any:
+        self.uses += 1
+        return self.compiled(*arguments)
+
+    @property
+    def memory(self) -> dict[str, int]:
+        """Bytes of arguments, outputs, of those aliased (donated), and scratch; {} where
+        unknown.
+        """
+        analysis = self.compiled.memory_analysis()
+        if analysis is None:
+            return {}
+        return {
+            "arguments": analysis.argument_size_in_bytes,
+            "outputs": analysis.output_size_in_bytes,
+            "aliased": analysis.alias_size_in_bytes,
+            "temp": analysis.temp_size_in_bytes,
+        }
+
+
+class Manifest:
+    """Every program the engine may run, by kind and bucket."""
+
+    def __init__(self, programs: Iterable[Program]):
+        self._programs = {(p.spec.kind, p.spec.bucket): p for p in programs}
+        self._buckets: dict[str, tuple[int, ...]] = {}
+        for kind, bucket in sorted(self._programs):
+            self._buckets[kind] = (*self._buckets.get(kind, ()), bucket)
+
+    def __iter__(self):
+        return iter(self._programs.values())
+
+    def __len__(self) -> int:
+        return len(self._programs)
+
+    def buckets(self, kind: str) -> tuple[int, ...]:
+        """Buckets of a kind, ascending; () when the kind is not compiled."""
+        return self._buckets.get(kind, ())
+
+    def get(self, kind: str, bucket: int) -> Program:
+        """The program of exactly that bucket; KeyError when it was not declared."""
+        try:
+            return self._programs[kind, bucket]
+        except KeyError:
+            raise KeyError(
+                f"no program {kind}[{bucket}]; "
+                f"declared buckets of {kind}: {self.buckets(kind) or 'none'}"
+            ) from None
+
+    @property
+    def compile_s(self) -> float:
+        return sum(p.compile_s for p in self)
+
+    def table(self) -> list[dict[str, Any]]:
+        """One row a program: name, why, compile seconds, seconds a run, memory in bytes, uses."""
+        return [
+            {
+                "program": p.spec.name,
+                "why": p.spec.why,
+                "compile_s": round(p.compile_s, 3),
+                "run_ms": round(1e3 * p.measured_s, 3),
+                "uses": p.uses,
+                **p.memory,
+            }
+            for p in self
+        ]
+
+
+def compile_programs(
+    specs: Sequence[ProgramSpec],
+    *,
+    threads: int = 1,
+    progress: Callable[[int, int], None] | None = None,
+) -> list[Program]:
+    """Lowers one after the other (tracing holds the interpreter), compiles in `threads`."""
+    done, lock = 0, threading.Lock()
+
+    def compile_one(spec: ProgramSpec, lowered: Any, lower_s: float) -> Program:
+        nonlocal done
+        start = time.perf_counter()
+        compiled = lowered.compile(compiler_options=dict(spec.compiler_options) or None)
+        program = Program(spec, compiled, lower_s + time.perf_counter() - start)
+        with lock:
+            done += 1
+            if progress is not None:
+                progress(done, len(specs))
+        return program
+
+    with ThreadPoolExecutor(max(1, threads)) as pool:
+        futures = []
+        for spec in specs:
+            start = time.perf_counter()
+            lowered = jax.jit(spec.function, donate_argnums=spec.donate).lower(*spec.arguments)
+            futures.append(pool.submit(compile_one, spec, lowered, time.perf_counter() - start))
+        return [future.result() for future in futures]
+
+
+class CompileCounter:
+    """Counts back-end compiles of the whole process from the moment it is made.
+
+    JAX has no way to take one listener away, so there is one for the process and counters read it.
+    """
+
+    _total = 0
+    _registered = False
+
+    def __init__(self) -> None:
+        if not CompileCounter._registered:
+            jax.monitoring.register_event_duration_secs_listener(CompileCounter._listen)
+            CompileCounter._registered = True
+        self._start = CompileCounter._total
+
+    @staticmethod
+    def _listen(event: str, duration_secs: float, **kwargs: Any) -> None:
+        if event == _COMPILE_EVENT:
+            CompileCounter._total += 1
+
+    @property
+    def count(self) -> int:
+        return CompileCounter._total - self._start
+
+    def reset(self) -> None:
+        self._start = CompileCounter._total

@@ -1,0 +1,182 @@
+"""Before serving: run every program once for its cost, and prove that every shape gives the same
+answers.
+"""
+
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxserve.batch.step import SampleInputs
+from jaxserve.runner import packing
+from jaxserve.runner.device_step import SEED_TOKENS
+from jaxserve.runner.model_runner import ModelRunner
+from model_zoo.step_inputs import unpack
+
+CANARY_TOKENS = 64
+_TOLERANCE = {"float32": 2e-3, "bfloat16": 0.12}  # of the root mean square of a hidden state
+
+
+class ProofError(RuntimeError):
+    """A program does not give the answers of the reference program; it must not serve."""
+
+
+def warm_up(runner: ModelRunner) -> None:
+    """Runs every program twice on padding; the second run is its measured cost."""
+    step, manifest = runner.step, runner.manifest
+    state, weights = runner.state, runner.weights
+    for program in manifest:
+        kind, bucket = program.spec.kind, program.spec.bucket
+        rows = np.full(bucket, step.num_seats, np.int32)
+        for _ in range(2):
+            start = time.perf_counter()
+            if kind == "backbone":
+                packed = step.padding_step(bucket)
+                state.kv, state.hidden, out = program(
+                    weights, state.kv, state.hidden, state.last_tokens, packed
+                )
+            elif kind == "head":
+                out = program(weights, state.hidden, np.zeros(bucket, np.int32))
+            elif kind == "seed_counts":
+                tokens = np.full(SEED_TOKENS, step.vocab_size, np.int32)
+                flags = np.zeros(SEED_TOKENS, bool)
+                seat, clear = np.asarray(0, np.int32), np.asarray(True)
+                out = state.counts = program(state.counts, seat, tokens, flags, clear)
+            else:
+                out = _run_sampler(runner, program, rows)
+            jax.block_until_ready(out)
+            program.measured_s = time.perf_counter() - start
+        program.uses = 0
+
+
+def _run_sampler(runner: ModelRunner, program: Any, seats: np.ndarray) -> Any:
+    state, rows = runner.state, len(seats)
+    logits = runner.manifest.get("head", rows)(
+        runner.weights, state.hidden, np.zeros(rows, np.int32)
+    )
+    jax.block_until_ready(logits)
+    kind = program.spec.kind
+    if kind == "greedy":
+        return program(logits, seats, state.last_tokens)
+    if kind == "score":
+        return program(logits, np.zeros(rows, np.int32))
+    packed = packing.pack(neutral_samples(rows, runner.step.model_config.V, seats))
+    if kind == "random":
+        return program(logits, packed, state.last_tokens)
+    *out, state.counts = program(logits, packed, state.last_tokens, state.counts)
+    return out
+
+
+def neutral_samples(rows: int, vocab: int, seats: np.ndarray) -> SampleInputs:
+    """Rows that sample greedily with every option at its neutral value."""
+    zeros = SampleInputs(*(np.zeros(s.shape, s.dtype) for s in packing.sample_spec(rows)))
+    return zeros._replace(
+        seats=seats,
+        top_k=zeros.top_k + vocab,
+        top_p=zeros.top_p + 1,
+        repetition=zeros.repetition + 1,
+        stop_ids=zeros.stop_ids + vocab,
+        bias_ids=zeros.bias_ids + vocab,
+    )
+
+
+def prove(runner: ModelRunner) -> float:
+    """Raises ProofError unless every token bucket gives the hidden states of the smallest one.
+
+    A canary prompt runs through each bucket in slices as large as the bucket, then one decode
+    beside a chunk of a second request.  Cache slots that nobody wrote hold NaN, pad tokens are
+    random ids at the last position, pad rows name real blocks.  Returns the largest difference
+    seen, in root mean squares of a hidden state.
+    """
+    canary = _Canary(runner)
+    buckets = runner.manifest.buckets("backbone")
+    reference, worst = canary.run(buckets[0]), 0.0
+    scale = np.sqrt(np.mean(np.square(reference), axis=-1, keepdims=True)) + 1e-6
+    limit = _TOLERANCE[runner.config.model.dtype]
+    for bucket in buckets:
+        difference = np.max(np.abs(canary.run(bucket) - reference) / scale)
+        if not difference <= limit:
+            raise ProofError(
+                f"program backbone[{bucket}] differs from backbone[{buckets[0]}] by {difference:.3g} "
+                f"of a hidden state's size; allowed: {limit}. Do not serve with this bucket: "
+                f"leave it out of buckets.tokens, and report the device and versions"
+            )
+        worst = max(worst, float(difference))
+    canary.clean()
+    for program in runner.manifest:
+        program.uses = 0
+    return worst
+
+
+class _Canary:
+    """Two requests: a prompt that is cut in slices, and a short one that runs beside its first
+    decode.
+    """
+
+    def __init__(self, runner: ModelRunner):
+        self.runner, step = runner, runner.step
+        block_size = runner.config.cache.block_size
+        smallest = runner.config.buckets.tokens[0]
+        blocks = min(
+            step.num_blocks, -(-(CANARY_TOKENS + 1) // block_size) + 1, step.blocks_per_row + 1
+        )
+        self.blocks = np.arange(blocks, dtype=np.int32)
+        self.second = min(3, smallest - 1) if blocks > 1 and step.num_seats > 1 else 0
+        own = blocks - 1 if self.second else blocks
+        room = min(own * block_size, runner.config.model.max_len) - 1
+        self.length = max(1, min(CANARY_TOKENS, room))
+        rng = np.random.default_rng(0)
+        self.tokens = rng.integers(0, step.vocab_size, self.length + 1 + smallest).astype(np.int32)
+        self._fill = jax.jit(step.fill_slots, donate_argnums=0, static_argnums=2)
+        self._rng = rng
+
+    def run(self, bucket: int) -> np.ndarray:
+        """Hidden states of all canary tokens, f32[length + 1 + second, D]."""
+        self._set(np.nan)
+        found, size = [], min(bucket, self.runner.config.buckets.tokens[-1])
+        for start in range(0, self.length, size):
+            stop = min(start + size, self.length)
+            found.append(self._step(bucket, [(0, start, stop)]))
+        rows = [(0, self.length, self.length + 1)]
+        if self.second:
+            rows.append((1, 0, self.second))
+        found.append(self._step(bucket, rows))
+        return np.concatenate(found)
+
+    def clean(self) -> None:
+        self._set(0.0)
+
+    def _set(self, value: float) -> None:
+        size = self.runner.config.cache.block_size
+        slots = jnp.asarray(np.arange(len(self.blocks) * size, dtype=np.int32))
+        self.runner.state.kv = self._fill(self.runner.state.kv, slots, value)
+
+    def _step(self, bucket: int, rows: list[tuple[int, int, int]]) -> np.ndarray:
+        step, state = self.runner.step, self.runner.state
+        block_size = self.runner.config.cache.block_size
+        packed = step.padding_step(bucket)
+        x = unpack(packed, step.shapes(bucket))
+        x.tokens[:] = self._rng.integers(0, step.vocab_size, bucket)
+        x.positions[:] = self.runner.config.model.max_len - 1
+        x.block_tables[:] = self.blocks[-1]
+        end = 0
+        for row, (request, start, stop) in enumerate(rows):
+            own = self.blocks[-1:] if request else self.blocks
+            begin, end = end, end + stop - start
+            positions = np.arange(start, stop, dtype=np.int32)
+            offset = (self.length + 1) * request
+            x.tokens[begin:end] = self.tokens[offset + start : offset + stop]
+            x.positions[begin:end] = positions
+            x.slots[begin:end] = own[positions // block_size] * block_size + positions % block_size
+            width = min(len(own), step.blocks_per_row)
+            x.block_tables[row, :width] = own[:width]
+            x.kv_lens[row] = stop
+            x.query_starts[row + 1 :] = end
+        x.num_decodes[0] = int(rows[0][1] > 0 and rows[0][2] - rows[0][1] == 1)
+        program = self.runner.manifest.get("backbone", bucket)
+        state.kv, state.hidden, _ = program(
+            self.runner.weights, state.kv, state.hidden, state.last_tokens, packed
+        )
+        return np.asarray(state.hidden)[:end].astype(np.float32)
