@@ -1,6 +1,10 @@
-"""How the tensors of a checkpoint map to the parameters of a module."""
+"""What a checkpoint is, and how its tensors map to the parameters of a module."""
 
-from typing import NamedTuple
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
 
 
 class Place(NamedTuple):
@@ -12,3 +16,32 @@ class Place(NamedTuple):
     path: str  # dotted path of the parameter in the module, for example "layers.qkv"
     index: tuple[int | slice, ...] = ()  # () means all of it
     transpose: bool = False  # the checkpoint's [out, in] becomes [in, out]
+
+
+class TensorInfo(NamedTuple):
+    """One tensor of a checkpoint, known without reading it."""
+
+    shape: tuple[int, ...]
+    dtype: str  # of the array that `read` returns: float32, float16, bfloat16, ...
+    stored: str  # as the file has it; differs from `dtype` when quantised, for example Q4_1
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+    """An opened checkpoint: Hugging Face tensor names, whatever the file format.
+
+    Opening reads headers only.  `read(name)` returns one tensor, [out, in] for matrices; the array
+    may be a read-only view of the file.
+    """
+
+    path: str
+    hf_config: dict[str, Any]  # the contents of config.json, or the same made from metadata
+    infos: Mapping[str, TensorInfo]
+    read: Callable[[str], np.ndarray]
+    restore: Callable[[dict[str, Any]], dict[str, Any]] | None = None
+    """Orbax only: abstract parameters by dotted path, with shardings, to arrays in them."""
+
+    def tensors(self) -> Iterator[tuple[str, np.ndarray]]:
+        """Every tensor once, in the order that is cheapest to read."""
+        for name in self.infos:
+            yield name, self.read(name)

