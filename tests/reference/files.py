@@ -68,6 +68,11 @@ def real_prompts() -> dict[str, RealPrompt]:
     }
 
 
+def real_source() -> str:
+    """sha256 of the GGUF file that the real references were made from."""
+    return _json("real.json")["source"]["sha256"]
+
+
 def golden(workload: str) -> list[Golden]:
     """Workload `W1` or `W4`, with the float32 outputs on which transformers and vLLM agree."""
     return [Golden(entry["prompt"], entry["output"]) for entry in _json("golden.json")[workload]]
