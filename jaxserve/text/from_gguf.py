@@ -1,0 +1,234 @@
+"""A tokenizer from the metadata of a GGUF file."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple, cast
+
+import tokenizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers
+
+from jaxserve.text.gguf_metadata import Value, read_metadata
+from jaxserve.text.parts import TokenizerParts
+
+_UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 2, 3, 4, 5, 6  # tokenizer.ggml.token_type
+
+# The patterns are those of the models' own tokenizer.json.  GPT-2's is built into ByteLevel; the
+# others differ from it in how many digits go together and in what may stand before a word.
+_LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
+
+
+class _Split(NamedTuple):
+    """How a text is cut into words before byte-pair encoding."""
+
+    pattern: str = ""  # "": GPT-2's
+    single_digits: bool = False
+    nfc: bool = False
+    whole_words: bool = False  # a word that is a token is that token, whatever the merges say
+    add_bos: bool = False  # when the file does not say
+
+
+_SPLITS = {
+    "default": _Split(),
+    "gpt-2": _Split(),
+    "smollm": _Split(single_digits=True),
+    "starcoder": _Split(single_digits=True),
+    "refact": _Split(single_digits=True),
+    "llama-bpe": _Split(_LLAMA3, whole_words=True, add_bos=True),
+    "qwen2": _Split(_QWEN2, nfc=True),
+}
+
+_EOS_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
+_NAMES = {
+    "bos_token": "bos_token_id",
+    "eos_token": "eos_token_id",
+    "unk_token": "unknown_token_id",
+    "pad_token": "padding_token_id",
+}
+
+
+class _Words(NamedTuple):
+    """The vocabulary of a file."""
+
+    tokens: list[str]  # by id
+    kinds: list[int]  # by id
+    ids: dict[str, int]
+
+
+def read_gguf(path: Path) -> TokenizerParts:
+    """Raises ValueError when the file has no tokenizer, or one of a kind that is not known here."""
+    metadata = read_metadata(path)
+    values = {
+        key.removeprefix("tokenizer.ggml."): value
+        for key, value in metadata.items()
+        if key.startswith("tokenizer.ggml.")
+    }
+    source = str(path)
+    model = values.get("model")
+    words = _read_words(values, source)
+    if model == "gpt2":
+        name = str(values.get("pre", "default"))
+        if name not in _SPLITS:
+            raise ValueError(
+                f"{source}: tokenizer.ggml.pre is '{name}', which is not known here "
+                f"(known: {', '.join(sorted(_SPLITS))}); use the model's folder with tokenizer.json"
+            )
+        split = _SPLITS[name]
+        backend, add_bos = _byte_level(words, _merges(values, words, source), split), split.add_bos
+    elif model == "llama":
+        prefix = bool(values.get("add_space_prefix", True))
+        backend, add_bos = _sentencepiece(words, values, prefix, source), True
+    else:
+        raise ValueError(
+            f"{source}: tokenizer.ggml.model is {model!r}, which is not known here "
+            f"(known: gpt2, llama); use the model's folder with tokenizer.json"
+        )
+    _add_tokens(backend, words)
+    special = {name: _token_id(values, key, words, source) for name, key in _NAMES.items()}
+    eos = [_token_id(values, key, words, source) for key in _EOS_KEYS]
+    template = metadata.get("tokenizer.chat_template")
+    return TokenizerParts(
+        source=source,
+        backend=backend,
+        named={name: words.tokens[token] for name, token in special.items() if token is not None},
+        eos_ids=frozenset(token for token in eos if token is not None),
+        prefix=_edge(values.get("add_bos_token", add_bos), special["bos_token"]),
+        suffix=_edge(values.get("add_eos_token", False), special["eos_token"]),
+        chat_template=template if isinstance(template, str) else None,
+    )
+
+
+def _edge(wanted: Value, token: int | None) -> tuple[int, ...]:
+    return (token,) if wanted and token is not None else ()
+
+
+def _token_id(values: Mapping[str, Value], key: str, words: _Words, source: str) -> int | None:
+    token = values.get(key)
+    if token is None:
+        return None
+    if not isinstance(token, int) or not 0 <= token < len(words.tokens):
+        raise ValueError(
+            f"{source}: tokenizer.ggml.{key} is {token!r}, but the vocabulary has ids "
+            f"0 to {len(words.tokens) - 1}"
+        )
+    return token
+
+
+def _read_words(values: Mapping[str, Value], source: str) -> _Words:
+    tokens = values.get("tokens")
+    if not isinstance(tokens, list) or not tokens:
+        raise ValueError(
+            f"{source} has no tokenizer (tokenizer.ggml.tokens); use a GGUF file of a text model"
+        )
+    kinds = values.get("token_type") or [1] * len(tokens)
+    if not isinstance(kinds, list) or len(kinds) != len(tokens):
+        raise ValueError(
+            f"{source}: tokenizer.ggml.token_type and tokenizer.ggml.tokens differ in length"
+        )
+    texts, types = cast(list[str], tokens), cast(list[int], kinds)
+    size = len(texts)
+    while (
+        size and types[size - 1] == _UNUSED
+    ):  # converters pad the vocabulary to the rows of the matrix
+        size -= 1
+    ids = {text: token for token, text in enumerate(texts[:size])}
+    return _Words(texts[:size], types[:size], ids)
+
+
+def _merges(values: Mapping[str, Value], words: _Words, source: str) -> list[tuple[str, str]]:
+    merges = values.get("merges")
+    if not isinstance(merges, list):
+        raise ValueError(f"{source} has no tokenizer.ggml.merges; convert the model again")
+    pairs = [cast(str, merge).partition(" ") for merge in merges]
+    bad = next((pair for pair in pairs if pair[0] + pair[2] not in words.ids), None)
+    if bad:
+        raise ValueError(
+            f"{source}: merge {''.join(bad)!r} makes a token that is not in the vocabulary"
+        )
+    return [(left, right) for left, _, right in pairs]
+
+
+def _byte_level(
+    words: _Words, merges: Sequence[tuple[str, str]], split: _Split
+) -> tokenizers.Tokenizer:
+    backend = tokenizers.Tokenizer(
+        models.BPE(vocab=words.ids, merges=[*merges], ignore_merges=split.whole_words)
+    )
+    if split.nfc:
+        backend.normalizer = normalizers.NFC()
+    level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not split.pattern)
+    if split.pattern:
+        cut = pre_tokenizers.Split(tokenizers.Regex(split.pattern), behavior="isolated")
+        backend.pre_tokenizer = pre_tokenizers.Sequence([cut, level])
+    elif split.single_digits:
+        digits = pre_tokenizers.Digits(individual_digits=True)
+        backend.pre_tokenizer = pre_tokenizers.Sequence([digits, level])
+    else:
+        backend.pre_tokenizer = level
+    backend.decoder = decoders.ByteLevel()
+    return backend
+
+
+def _sentencepiece(
+    words: _Words, values: Mapping[str, Value], prefix: bool, source: str
+) -> tokenizers.Tokenizer:
+    """Byte-pair encoding over characters, spaces written as U+2581, with bytes for what is not in
+    the vocabulary."""
+    if "merges" in values:
+        merges = _merges(values, words, source)
+    else:
+        merges = _merges_by_score(words, values.get("scores"), source)
+    unknown = next((text for text, kind in zip(*words[:2], strict=True) if kind == _UNKNOWN), None)
+    backend = tokenizers.Tokenizer(
+        models.BPE(
+            vocab=words.ids,
+            merges=merges,
+            unk_token=unknown,
+            fuse_unk=True,
+            byte_fallback=_BYTE in words.kinds,
+        )
+    )
+    space = normalizers.Replace(" ", "▁")
+    lead = [normalizers.Prepend("▁")] if prefix else []
+    backend.normalizer = normalizers.Sequence([*lead, space])
+    strip = [decoders.Strip(" ", 1, 0)] if prefix else []
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+    )
+    return backend
+
+
+def _merges_by_score(words: _Words, scores: Value | None, source: str) -> list[tuple[str, str]]:
+    """SentencePiece joins the neighbours that make the piece of the highest score: every way to cut
+    a piece in two pieces is a merge, ranked by the score of the whole."""
+    if not isinstance(scores, list) or len(scores) < len(words.tokens):
+        raise ValueError(
+            f"{source} has neither tokenizer.ggml.merges nor a score for each token; "
+            f"convert the model again"
+        )
+    plain = {
+        text: token
+        for text, token in words.ids.items()
+        if words.kinds[token] not in (_UNKNOWN, _CONTROL, _BYTE)
+    }
+    ranked: list[tuple[float, int, int, str, str]] = []
+    for text, token in plain.items():
+        for cut in range(1, len(text)):
+            left, right = text[:cut], text[cut:]
+            if left in plain and right in plain:
+                ranked.append((-cast(float, scores[token]), plain[left], plain[right], left, right))
+    return [(left, right) for *_, left, right in sorted(ranked)]
+
+
+def _add_tokens(backend: tokenizers.Tokenizer, words: _Words) -> None:
+    """Control tokens are special; tokens that a user defined are found in a text before it is cut
+    into words."""
+    added = [
+        tokenizers.AddedToken(text, normalized=False, special=kind != _USER_DEFINED)
+        for text, kind in zip(*words[:2], strict=True)
+        if kind in (_UNKNOWN, _CONTROL, _USER_DEFINED)
+    ]
+    backend.add_tokens(added)  # pyright: ignore[reportUnknownMemberType]  the stub has a bare list
