@@ -1,0 +1,160 @@
+"""`jaxserve bench`: replays a workload in this process and prints what it took."""
+
+import argparse
+import dataclasses
+import resource
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jaxserve.cli import common
+
+if TYPE_CHECKING:
+    from jaxserve.build import Assembly
+    from jaxserve.metrics import StepRecord
+    from jaxserve.offline.workload import WorkItem
+
+_KIB_PER_MB = 1024 if sys.platform != "darwin" else 1 << 20  # unit of ru_maxrss
+
+
+def register(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "bench",
+        help="throughput and latency of a workload",
+        description=(
+            "Replays a workload (JSONL of id, prompt_token_ids, max_tokens and arrive) greedily, "
+            "EOS ignored, and prints throughput, latency and where the time went. The prefix "
+            "cache is off unless asked for."
+        ),
+        allow_abbrev=False,
+    )
+    parser.add_argument("--workload", type=Path, required=True, metavar="FILE")
+    parser.add_argument("--repeat", type=int, default=1, metavar="N", help="measured runs")
+    parser.add_argument("--slo-ttft-ms", type=float, metavar="MS", help="limit for goodput")
+    parser.add_argument("--slo-tpot-ms", type=float, metavar="MS", help="limit for goodput")
+    parser.add_argument("--prefix-caching", action="store_true", help="keep the prefix cache on")
+    parser.add_argument(
+        "--save-outputs", type=Path, metavar="FILE", help="token ids of the last run, as JSON"
+    )
+    parser.add_argument("--json", action="store_true", help="print one object a run")
+    common.add_engine_options(parser)
+    parser.set_defaults(func=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    started = time.perf_counter()
+    config = common.read_config(args)
+    items = _read(args)
+    caching = dataclasses.replace(config.cache, prefix_caching=args.prefix_caching)
+    config = dataclasses.replace(config, cache=caching)
+
+    records: list[StepRecord] = []
+    assembly = common.assemble(config, args, on_step=records.append)
+    startup = time.perf_counter() - started
+    try:
+        outputs = _measure(args, assembly, items, records, startup)
+    finally:
+        assembly.close()
+    if args.save_outputs is not None:
+        _save(args.save_outputs, outputs)
+    return common.DONE
+
+
+def _read(args: argparse.Namespace) -> "list[WorkItem]":
+    from jaxserve.offline.workload import read_workload
+    from jaxserve.offline.writer import InputError
+
+    if args.repeat < 1:
+        raise common.UsageError(f"--repeat {args.repeat} must be at least 1")
+    for name in ("slo_ttft_ms", "slo_tpot_ms"):
+        limit = getattr(args, name)
+        if limit is not None and not 0 < limit < float("inf"):
+            raise common.UsageError(f"--{name.replace('_', '-')} {limit} must be above 0")
+    if args.save_outputs is not None and not args.save_outputs.parent.is_dir():
+        raise common.UsageError(f"the folder of --save-outputs does not exist: {args.save_outputs}")
+    try:
+        return read_workload(args.workload)
+    except InputError as error:
+        raise common.UsageError(str(error)) from error
+
+
+def _measure(
+    args: argparse.Namespace,
+    assembly: "Assembly",
+    items: "list[WorkItem]",
+    records: "list[StepRecord]",
+    startup: float,
+) -> list[tuple[int, ...]]:
+    """Prints one report a run; returns the output ids of the last."""
+    from jaxserve.driver import Driver
+    from jaxserve.offline.figures import goodput, latency_figures, step_figures
+    from jaxserve.offline.workload import replay, warm_up_items
+
+    driver = Driver(assembly.engine, assembly.tokenizer)
+    outputs: list[tuple[int, ...]] = []
+    try:
+        replay(driver, warm_up_items(items))
+        for _ in range(args.repeat):
+            records.clear()
+            result = replay(driver, items)
+            report = {
+                **_heading(assembly, args.workload, startup),
+                **latency_figures(items, result),
+                "goodput": goodput(result, args.slo_ttft_ms, args.slo_tpot_ms),
+                **step_figures(records, result),
+                **_device(assembly),
+            }
+            common.write_out(_text(report)) if not args.json else common.write_json(report)
+            outputs = result.outputs
+    except ValueError as error:  # a prompt that can never run
+        raise common.UsageError(f"{args.workload}: {common.one_line(error)}") from error
+    return outputs
+
+
+def _heading(assembly: "Assembly", workload: Path, startup: float) -> dict[str, Any]:
+    config = assembly.config
+    return {
+        "engine": f"jaxserve {common.version()}",
+        "model": config.model.name,
+        "dtype": config.model.dtype,
+        "budget": config.scheduler.token_budget,
+        "workload": workload.name,
+        "startup_s": startup,
+    }
+
+
+def _device(assembly: "Assembly") -> dict[str, Any]:
+    runner = assembly.runner
+    return {
+        "compiles_after_warmup": runner.compiles_after_warmup,
+        "programs": len(runner.manifest),
+        "compile_s": runner.manifest.compile_s,
+        "startup": assembly.startup,
+        "peak_rss_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / _KIB_PER_MB,
+    }
+
+
+def _save(path: Path, outputs: list[tuple[int, ...]]) -> None:
+    import msgspec
+
+    path.write_bytes(msgspec.json.encode(outputs))
+
+
+def _text(report: dict[str, Any]) -> str:
+    """The report for people: one figure a line, nested ones joined with a dot."""
+    lines: list[str] = []
+    for name, value in report.items():
+        entries = (
+            {f"{name}.{key}": one for key, one in value.items()}
+            if isinstance(value, dict)
+            else {name: value}
+        )
+        lines += [f"{key:32}{_number(one)}" for key, one in entries.items()]
+    return "\n".join(lines) + "\n\n"
+
+
+def _number(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:,.3f}"
+    return "-" if value is None else str(value)

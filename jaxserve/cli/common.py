@@ -1,0 +1,157 @@
+"""What the commands share: options, messages, and the way from options to an engine.
+
+Nothing here imports jax before `assemble` is called: `--help` and bad usage answer at once.
+"""
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jaxserve.build import Assembly
+    from jaxserve.config import EngineConfig
+    from jaxserve.metrics import StepRecord
+    from jaxserve.request import SamplingParams
+
+DONE = 0
+SOME_FAILED = 1
+BAD_USAGE = 2
+INTERRUPTED = 130  # ended by Ctrl-C, as shells count it
+
+
+class UsageError(Exception):
+    """Bad usage or input: one line for the user, exit code 2."""
+
+
+def add_engine_options(parser: argparse.ArgumentParser) -> None:
+    """--model, --config, --set and --verbose."""
+    group = parser.add_argument_group("engine")
+    group.add_argument(
+        "--model",
+        metavar="NAME|PATH",
+        help="folder, .gguf file, Orbax folder or hub name; default: SmolLM2-135M-Instruct",
+    )
+    group.add_argument("--config", type=Path, metavar="FILE", help="TOML file with settings")
+    group.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="SECTION.KEY=VALUE",
+        help="one setting, over the config file; may be repeated",
+    )
+    group.add_argument("--verbose", action="store_true", help="say on stderr what is going on")
+
+
+def add_sampling_options(parser: argparse.ArgumentParser) -> None:
+    """How tokens are drawn; what is not given keeps the default of SamplingParams."""
+    group = parser.add_argument_group("sampling")
+    group.add_argument("--max-tokens", type=int, metavar="N", help="most tokens of the answer")
+    group.add_argument("--temperature", type=float, metavar="X", help="0: always the best token")
+    group.add_argument("--top-k", type=int, metavar="N")
+    group.add_argument("--top-p", type=float, metavar="X")
+    group.add_argument("--min-p", type=float, metavar="X")
+    group.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same answer")
+    group.add_argument(
+        "--stop",
+        action="append",
+        metavar="TEXT",
+        help="end before this text; may be repeated",
+    )
+
+
+def read_config(args: argparse.Namespace) -> "EngineConfig":
+    """Raises UsageError for settings that cannot be read."""
+    from jaxserve import settings
+
+    try:
+        config = settings.read(args.config, args.set)
+    except settings.SettingsError as error:
+        raise UsageError(str(error)) from error
+    if args.model is None:
+        return config
+    if not args.model:
+        raise UsageError("--model needs a name or a path")
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, name=args.model))
+
+
+def read_sampling(args: argparse.Namespace, **more: Any) -> "SamplingParams":
+    """Raises UsageError for values no request may have."""
+    from jaxserve.request import SamplingParams
+
+    names = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed")
+    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    if args.stop is not None:
+        given["stop"] = tuple(args.stop)
+    try:
+        return SamplingParams(**given, **more)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+
+
+def assemble(
+    config: "EngineConfig",
+    args: argparse.Namespace,
+    on_step: "Callable[[StepRecord], None] | None" = None,
+) -> "Assembly":
+    """Loads the model and makes the engine ready.  Raises UsageError for a model or settings that
+    do not work."""
+    start_logging(args.verbose)
+    from jaxserve.build import assemble as build
+
+    try:
+        return build(config, on_step=on_step, log=log if args.verbose else log_warning)
+    except (ValueError, OSError) as error:
+        if args.verbose:
+            raise
+        raise UsageError(one_line(error)) from error
+
+
+def start_logging(verbose: bool) -> None:
+    """Everything that libraries log goes to stderr in one form."""
+    from absl import logging
+
+    logging.use_absl_handler()
+    logging.set_verbosity(logging.INFO if verbose else logging.WARNING)
+    logging.set_stderrthreshold(logging.INFO if verbose else logging.WARNING)
+
+
+def log(line: str) -> None:
+    note(line)
+
+
+def log_warning(line: str) -> None:
+    if line.startswith("warning:"):
+        note(line)
+
+
+def note(line: str) -> None:
+    """One line for people, on stderr."""
+    sys.stderr.write(f"jaxserve: {line}\n")
+    sys.stderr.flush()
+
+
+def write_json(value: dict[str, Any]) -> None:
+    """One object on one line of stdout; numbers that JSON cannot write become null."""
+    import msgspec
+
+    write_out(msgspec.json.encode(value).decode() + "\n")
+
+
+def write_out(text: str) -> None:
+    """A result, on stdout at once."""
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def one_line(error: BaseException) -> str:
+    """The message of an error without its line breaks."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def version() -> str:
+    import jaxserve
+
+    return jaxserve.__version__

@@ -1,0 +1,50 @@
+"""`jaxserve` with the fake assembly in place of the model."""
+
+import sys
+import types
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import pytest
+
+from jaxserve.cli.main import main
+from tests.cli import fakes
+
+
+class Ran(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def assembled(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[fakes.FakeAssembly]]:
+    """Every assembly that a command made; `jaxserve.build` is a stand-in, so jax stays out."""
+    made: list[fakes.FakeAssembly] = []
+
+    def assemble(*args: object, **options: object) -> fakes.FakeAssembly:
+        made.append(fakes.assemble(*args, **options))  # type: ignore[arg-type]
+        return made[-1]
+
+    build = types.ModuleType("jaxserve.build")
+    build.assemble = assemble  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "jaxserve.build", build)
+    yield made
+
+
+@pytest.fixture
+def jaxserve(
+    assembled: list[fakes.FakeAssembly], capsys: pytest.CaptureFixture[str]
+) -> Callable[..., Ran]:
+    """Runs the command line in this process."""
+
+    def run(*argv: object) -> Ran:
+        capsys.readouterr()
+        try:
+            code = main([str(arg) for arg in argv])
+        except SystemExit as stop:
+            code = int(stop.code or 0)
+        captured = capsys.readouterr()
+        return Ran(code, captured.out, captured.err)
+
+    return run

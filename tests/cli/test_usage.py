@@ -1,0 +1,119 @@
+"""The command line's contract: exit codes, where things are printed, how fast help is."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+COMMANDS = ("generate", "batch", "bench", "model", "config")
+
+
+def test_help_answers_at_once_and_without_jax():
+    probe = (
+        "import sys\n"
+        "from jaxserve.cli.main import main\n"
+        "try:\n"
+        "    main(['--help'])\n"
+        "except SystemExit as stop:\n"
+        "    heavy = {'jax', 'numpy', 'rich', 'absl', 'tokenizers'} & set(sys.modules)\n"
+        "    sys.exit(f'imported {heavy}' if heavy else stop.code)\n"
+    )
+    seconds = []
+    for _ in range(3):
+        start = time.perf_counter()
+        done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True)
+        seconds.append(time.perf_counter() - start)
+        assert done.returncode == 0, done.stderr
+        assert all(command in done.stdout for command in COMMANDS)
+    assert min(seconds) < 0.3
+
+
+def test_importing_the_package_imports_nothing_heavy():
+    probe = (
+        "import sys, jaxserve\n"
+        "assert not {'jax', 'numpy', 'msgspec'} & set(sys.modules)\n"
+        "jaxserve.SamplingParams, jaxserve.EngineConfig, jaxserve.LLM, jaxserve.Completion\n"
+        "assert 'jax' not in sys.modules\n"
+        "assert {'LLM', 'CacheConfig', '__version__'} <= set(dir(jaxserve))\n"
+        "try:\n"
+        "    jaxserve.nothing\n"
+        "except AttributeError as error:\n"
+        "    assert 'nothing' in str(error)\n"
+        "else:\n"
+        "    raise AssertionError\n"
+    )
+    subprocess.run([sys.executable, "-c", probe], check=True)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_explains_itself(command: str, jaxserve):
+    ran = jaxserve(command, "--help")
+    assert ran.code == 0
+    assert f"jaxserve {command}" in ran.out
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        ([], ["COMMAND"]),
+        (["nonsense"], ["nonsense", "generate"]),
+        (["generate"], ["PROMPT"]),
+        (["generate", "x", "--max-tokens", "many"], ["--max-tokens", "many"]),
+        (["generate", "x", "--max-token", "3"], ["--max-token"]),
+        (["generate", "x", "--max-tokens", "-3"], ["max_tokens=-3"]),
+        (["generate", "x", "--temperature", "nan"], ["temperature"]),
+        (["generate", "x", "--top-p", "2"], ["top_p"]),
+        (["generate", "x", "--stop", ""], ["stop"]),
+        (["generate", "x", "--n", "2"], ["--json"]),
+        (["generate", "x", "--raw", "--chat"], ["--raw", "--chat"]),
+        (["generate", "x", "--raw", "--system", "y"], ["--system", "--raw"]),
+        (["generate", "x", "--set", "scheduler.budget=3"], ["scheduler", "budget"]),
+        (["generate", "x", "--config", "no/such.toml"], ["no/such.toml"]),
+        (["generate", "x", "--model", ""], ["--model"]),
+        (["generate", "a\udc80"], ["PROMPT", "Unicode"]),
+        (["config", "--set", "cache.block_size=0"], ["cache.block_size=0"]),
+        (["batch", "in.jsonl"], ["--output"]),
+        (["bench", "--workload", "no.jsonl"], ["no.jsonl"]),
+        (["bench", "--workload", "no.jsonl", "--repeat", "0"], ["--repeat"]),
+        (["bench", "--workload", "no.jsonl", "--slo-ttft-ms", "-1"], ["--slo-ttft-ms"]),
+    ],
+)
+def test_bad_usage_is_one_line_and_exit_2_before_anything_heavy(
+    argv: list[str], words: list[str], jaxserve, assembled
+):
+    ran = jaxserve(*argv)
+    assert ran.code == 2
+    assert ran.out == ""
+    assert ran.err.startswith("jaxserve: error: ")
+    assert ran.err.count("\n") == 1
+    assert all(word in ran.err for word in words), ran.err
+    assert assembled == []
+
+
+def test_config_prints_what_it_would_read(tmp_path: Path, jaxserve):
+    first = jaxserve("config", "--set", "scheduler.token_budget=99", "--model", "m")
+    assert first.code == 0
+    assert "token_budget = 99" in first.out
+    path = tmp_path / "c.toml"
+    path.write_text(first.out)
+    assert jaxserve("config", "--config", path) == first
+
+
+def test_a_model_that_cannot_be_loaded_is_bad_usage(jaxserve, monkeypatch):
+    def assemble(*_: object, **__: object) -> None:
+        raise ValueError("no such model:\n  x")
+
+    monkeypatch.setattr(sys.modules["jaxserve.build"], "assemble", assemble)
+    ran = jaxserve("generate", "x", "--model", "x")
+    assert (ran.code, ran.out) == (2, "")
+    assert ran.err == "jaxserve: error: no such model: x\n"
+
+
+def test_an_interrupt_ends_without_a_traceback(jaxserve, monkeypatch):
+    def assemble(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sys.modules["jaxserve.build"], "assemble", assemble)
+    assert jaxserve("generate", "x") == (130, "", "")
