@@ -47,12 +47,19 @@ def read_folder(folder: Path) -> TokenizerParts:
     )
 
 
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no valid UTF-8: {error}") from None
+
+
 def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        value = json.loads(_read_text(path))
+    except json.JSONDecodeError as error:
         raise ValueError(f"{path} is no valid JSON: {error}") from None
     if not isinstance(value, dict):
         raise ValueError(f"{path} must hold a JSON object")
@@ -115,7 +122,7 @@ def _chat_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
     taken."""
     path = folder / "chat_template.jinja"
     if path.is_file():
-        return path.read_text(encoding="utf-8")
+        return _read_text(path)
     template = _read_json(folder / "chat_template.json").get("chat_template")
     template = template or settings.get("chat_template")
     if isinstance(template, list):

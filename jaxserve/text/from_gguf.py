@@ -117,38 +117,44 @@ def _token_id(values: Mapping[str, Value], key: str, words: _Words, source: str)
     return token
 
 
-def _read_words(values: Mapping[str, Value], source: str) -> _Words:
-    tokens = values.get("tokens")
-    if not isinstance(tokens, list) or not tokens:
+def _column[T](values: Mapping[str, Value], key: str, kind: type[T], source: str) -> list[T]:
+    column = values.get(key)
+    if not isinstance(column, list) or not all(isinstance(value, kind) for value in column):
         raise ValueError(
-            f"{source} has no tokenizer (tokenizer.ggml.tokens); use a GGUF file of a text model"
+            f"{source} has no tokenizer.ggml.{key}, or not of {kind.__name__} values; "
+            f"use a GGUF file of a text model, or convert the model again"
         )
-    kinds = values.get("token_type") or [1] * len(tokens)
-    if not isinstance(kinds, list) or len(kinds) != len(tokens):
+    return cast(list[T], column)
+
+
+def _read_words(values: Mapping[str, Value], source: str) -> _Words:
+    texts = _column(values, "tokens", str, source)
+    types = _column(values, "token_type", int, source)
+    if len(types) != len(texts):
         raise ValueError(
             f"{source}: tokenizer.ggml.token_type and tokenizer.ggml.tokens differ in length"
         )
-    texts, types = cast(list[str], tokens), cast(list[int], kinds)
     size = len(texts)
-    while (
-        size and types[size - 1] == _UNUSED
-    ):  # converters pad the vocabulary to the rows of the matrix
+    # Converters pad the vocabulary to the rows of the embedding.
+    while size and types[size - 1] == _UNUSED:
         size -= 1
+    if not size:
+        raise ValueError(f"{source}: tokenizer.ggml.tokens is empty; convert the model again")
     ids = {text: token for token, text in enumerate(texts[:size])}
     return _Words(texts[:size], types[:size], ids)
 
 
 def _merges(values: Mapping[str, Value], words: _Words, source: str) -> list[tuple[str, str]]:
-    merges = values.get("merges")
-    if not isinstance(merges, list):
-        raise ValueError(f"{source} has no tokenizer.ggml.merges; convert the model again")
-    pairs = [cast(str, merge).partition(" ") for merge in merges]
-    bad = next((pair for pair in pairs if pair[0] + pair[2] not in words.ids), None)
-    if bad:
-        raise ValueError(
-            f"{source}: merge {''.join(bad)!r} makes a token that is not in the vocabulary"
-        )
-    return [(left, right) for left, _, right in pairs]
+    parts = [merge.partition(" ") for merge in _column(values, "merges", str, source)]
+    pairs = [(left, right) for left, _, right in parts]
+    ids = words.ids
+    for left, right in pairs:
+        if left not in ids or right not in ids or left + right not in ids:
+            raise ValueError(
+                f"{source}: the merge of {left!r} and {right!r} in tokenizer.ggml.merges needs "
+                f"a token that is not in the vocabulary; convert the model again"
+            )
+    return pairs
 
 
 def _byte_level(
@@ -180,7 +186,7 @@ def _sentencepiece(
     if "merges" in values:
         merges = _merges(values, words, source)
     else:
-        merges = _merges_by_score(words, values.get("scores"), source)
+        merges = _merges_by_score(words, values, source)
     unknown = next((text for text, kind in zip(*words[:2], strict=True) if kind == _UNKNOWN), None)
     backend = tokenizers.Tokenizer(
         models.BPE(
@@ -201,25 +207,25 @@ def _sentencepiece(
     return backend
 
 
-def _merges_by_score(words: _Words, scores: Value | None, source: str) -> list[tuple[str, str]]:
+def _merges_by_score(
+    words: _Words, values: Mapping[str, Value], source: str
+) -> list[tuple[str, str]]:
     """SentencePiece joins the neighbours that make the piece of the highest score: every way to cut
     a piece in two pieces is a merge, ranked by the score of the whole."""
-    if not isinstance(scores, list) or len(scores) < len(words.tokens):
-        raise ValueError(
-            f"{source} has neither tokenizer.ggml.merges nor a score for each token; "
-            f"convert the model again"
-        )
+    scores = _column(values, "scores", float, source)
+    if len(scores) < len(words.tokens):
+        raise ValueError(f"{source}: tokenizer.ggml.scores is shorter than tokenizer.ggml.tokens")
     plain = {
         text: token
         for text, token in words.ids.items()
-        if words.kinds[token] not in (_UNKNOWN, _CONTROL, _BYTE)
+        if words.kinds[token] not in (_UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE)
     }
     ranked: list[tuple[float, int, int, str, str]] = []
     for text, token in plain.items():
         for cut in range(1, len(text)):
             left, right = text[:cut], text[cut:]
             if left in plain and right in plain:
-                ranked.append((-cast(float, scores[token]), plain[left], plain[right], left, right))
+                ranked.append((-scores[token], plain[left], plain[right], left, right))
     return [(left, right) for *_, left, right in sorted(ranked)]
 
 

@@ -53,7 +53,7 @@ class _Reader:
             self._scalar("Q")  # number of tensors
             count = int(self._scalar("Q"))
             return {self._string(): self._value(int(self._scalar("I"))) for _ in range(count)}
-        except (struct.error, UnicodeDecodeError) as error:
+        except (struct.error, UnicodeDecodeError, RecursionError) as error:
             raise ValueError(
                 f"{self._path}: GGUF metadata is damaged near byte {self._offset} ({error}); "
                 f"fetch the file again"
@@ -91,6 +91,8 @@ class _Reader:
 
     def _array(self) -> list[Value]:
         kind, count = int(self._scalar("I")), int(self._scalar("Q"))
+        if count > len(self._view):
+            raise struct.error(f"an array of {count} values goes past the end of the file")
         if kind == _STRING:
             return [*self._strings(count)]
         if kind == _ARRAY:

@@ -41,6 +41,10 @@ class TextStream:
 
     def push(self, ids: Iterable[int]) -> str:
         """Text that is final now.  Tokens after the end of the text are ignored."""
+        if not self._matchers:
+            tokens = tuple(ids)
+            self.num_tokens_used += len(tokens)
+            return self._emit(self._detokenizer.push(tokens))
         deltas: list[str] = []
         for token in ids:
             if self.stopped is not None:

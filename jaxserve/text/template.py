@@ -23,8 +23,8 @@ import jinja2.utils
 MAX_CHARS = (
     4 * 1024 * 1024
 )  # of the rendered text, and of any text that an operator makes on the way
-MAX_TURNS = 1_000_000  # of all loops and macros of one rendering
-MAX_SECONDS = 10.0
+MAX_TURNS = 200_000  # of all loops and macros of one rendering
+MAX_SECONDS = 5.0
 _TICK = "jaxserve_tick"  # the call that is put into every loop and macro
 _JOIN = "jaxserve_join"  # what stands for the operator ~
 

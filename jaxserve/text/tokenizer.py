@@ -16,8 +16,6 @@ from jaxserve.text.from_gguf import read_gguf
 from jaxserve.text.parts import TokenizerParts
 from jaxserve.text.pieces import piece_rule
 
-_SURROGATE = re.compile("[\ud800-\udfff]")
-
 
 def load_tokenizer(path: Path) -> "Tokenizer":
     """From a folder with tokenizer.json or from a .gguf file.  Raises ValueError that says what is
@@ -32,15 +30,13 @@ def load_tokenizer(path: Path) -> "Tokenizer":
 def refuse_surrogates(text: str, what: str) -> None:
     """Raises ValueError when `text` holds half a surrogate pair (JSON can write one, UTF-8
     cannot)."""
-    if text.isascii():
-        return
-    found = _SURROGATE.search(text)
-    if found:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
         raise ValueError(
-            f"{what} is not valid Unicode: lone surrogate U+{ord(found[0]):04X} "
-            f"at character {found.start()}; "
-            f"remove it or write the whole pair"
-        )
+            f"{what} is not valid Unicode: lone surrogate U+{ord(text[error.start]):04X} "
+            f"at character {error.start}; remove it or write the whole pair"
+        ) from None
 
 
 class Tokenizer:

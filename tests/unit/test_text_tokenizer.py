@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import normalizers, pre_tokenizers, processors
 
+from jaxserve.text.gguf_metadata import read_metadata
 from jaxserve.text.tokenizer import load_tokenizer
 from tests.unit import text_families as families
 from tests.unit.text_families import family, write_folder, write_gguf
@@ -183,6 +184,48 @@ def test_damaged_files_are_refused_with_their_name(tmp_path):
         (tmp_path / "tokenizer.json").write_text(text)
         with pytest.raises(ValueError, match="tokenizer.json cannot be read"):
             load_tokenizer(tmp_path)
+
+
+@settings(derandomize=True, deadline=None, max_examples=300)
+@given(data=st.data())
+def test_any_damage_to_gguf_metadata_is_refused_or_harmless(tmp_path_factory, data):
+    """Whatever the bytes say, the only exception is a ValueError that names the file."""
+    path, whole = _intact_gguf(tmp_path_factory)
+    at = data.draw(st.integers(4, 400) | st.integers(4, len(whole) - 1))
+    new = data.draw(st.binary(min_size=1, max_size=9) | st.just(b"\xff" * 8) | st.just(bytes(8)))
+    path.write_bytes(whole[:at] + new + whole[at + len(new) :])
+    try:
+        load_tokenizer(path).encode("Hello world")
+    except ValueError as error:
+        assert "m.gguf" in str(error)
+
+
+def _intact_gguf(factory):
+    if "intact" not in _GGUF:
+        path = factory.mktemp("intact") / "m.gguf"
+        backend = families.byte_level(size=300)
+        write_gguf(path, backend, "gpt2", bos_token_id=1, add_bos_token=True)
+        _GGUF["intact"] = path, path.read_bytes()
+    return _GGUF["intact"]
+
+
+def test_the_metadata_reader_agrees_with_the_gguf_package(tmp_path):
+    path = tmp_path / "m.gguf"
+    writer = families.gguf.GGUFWriter(path, "llama")
+    for name, value in {
+        "uint8": 255, "int8": -3, "uint16": 65535, "int16": -9, "uint32": 2**32 - 1,
+        "int32": -(2**31), "float32": 0.5, "uint64": 2**64 - 1, "int64": -(2**63),
+        "float64": 1e300, "bool": True, "string": "é😀",
+    }.items():  # fmt: skip
+        getattr(writer, f"add_{name}")(f"x.{name}", value)
+    for i, array in enumerate([[1, 2], [0.5, -1.5], ["a", "", "é"], [True, False]]):
+        writer.add_array(f"x.array{i}", array)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    fields = families.gguf.GGUFReader(path).fields
+    expected = {k: f.contents() for k, f in fields.items() if not k.startswith("GGUF.")}
+    assert read_metadata(path) == expected
 
 
 def test_a_decoder_whose_steps_are_not_known_is_refused(tmp_path):
