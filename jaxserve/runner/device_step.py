@@ -92,7 +92,7 @@ class DeviceStep:
             specs.append(
                 self._spec("greedy", rows, self._greedy, (logits, i32((rows,)), last_tokens))
             )
-            if config.sampling.random:
+            if self.sampler_kind("random") == "random" and config.sampling.random:
                 specs.append(
                     self._spec("random", rows, self._random, (logits, packed, last_tokens))
                 )
@@ -107,6 +107,14 @@ class DeviceStep:
             arguments = (counts, i32(()), i32((SEED_TOKENS,)), flags, clear)
             specs.append(self._spec("seed_counts", SEED_TOKENS, self._seed_counts, arguments, (0,)))
         return specs
+
+    def sampler_kind(self, asked: str) -> str:
+        """The sampling program that serves rows asking for "greedy", "random" or "full".
+
+        Where `full` exists it does the work of `random` as well, skipping what no row asks for: a
+        second program would cost seconds of compiling and save nothing.
+        """
+        return "full" if asked == "random" and self.config.sampling.penalties else asked
 
     def padding_step(self, tokens: int) -> np.ndarray:
         """A packed step of bucket `tokens` in which everything is padding."""

@@ -29,8 +29,9 @@ def pool_gib(
     free = _HEADROOM * memory_stats["bytes_limit"] - weight_bytes - scratch
     if free <= 0:
         raise ValueError(
-            f"no memory left for the KV pool: the device has {memory_stats['bytes_limit'] / GIB:.2f} "
-            f"GiB, weights take {weight_bytes / GIB:.2f} and the largest programs {scratch / GIB:.2f}; "
-            f"lower scheduler.token_budget or scheduler.max_seqs, or use more devices"
+            f"no memory left for the KV pool: the device has "
+            f"{memory_stats['bytes_limit'] / GIB:.2f} GiB, weights take {weight_bytes / GIB:.2f} "
+            f"and the largest programs {scratch / GIB:.2f}; lower scheduler.token_budget or "
+            f"scheduler.max_seqs, or use more devices"
         )
     return free / GIB

@@ -77,6 +77,8 @@ class ModelRunner:
     def dispatch(self, batch: Batch) -> "Future[StepResult]":
         """Sends one step to the device and returns at once; steps run in the order of dispatch."""
         dispatched = time.perf_counter()
+        if self.state.hidden.is_deleted():  # an earlier dispatch failed after it gave the KV away
+            self.state = self.step.init_state()
         for reset in batch.resets:
             self._seed_counts(reset)
         state = self.state
@@ -95,6 +97,12 @@ class ModelRunner:
     def result(self, handle: "Future[StepResult]") -> StepResult:
         """Waits for a dispatched step."""
         return handle.result()
+
+    def forget_uses(self) -> None:
+        """Counts of uses and compiles start again: what ran so far was not service."""
+        for program in self.manifest:
+            program.uses = 0
+        self.compiles.reset()
 
     def close(self) -> None:
         """Waits for what is in flight and gives the device memory back."""
@@ -120,11 +128,12 @@ class ModelRunner:
     def _sample(self, batch: Batch, flight: _Flight) -> None:
         samples, state, rows = batch.samples, self.state, batch.row_bucket
         assert samples is not None
-        program = self.manifest.get(batch.sampler, rows)
+        kind = self.step.sampler_kind(batch.sampler)
+        program = self.manifest.get(kind, rows)
         logits = self._logits(rows, samples.token_index)
-        if batch.sampler == "greedy":
+        if kind == "greedy":
             sampled = program(logits, samples.seats, state.last_tokens)
-        elif batch.sampler == "random":
+        elif kind == "random":
             sampled = program(logits, packing.pack(samples), state.last_tokens)
         else:
             *sampled, state.counts = program(

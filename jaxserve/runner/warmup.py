@@ -3,6 +3,7 @@ answers.
 """
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ from jaxserve.batch.step import SampleInputs
 from jaxserve.runner import packing
 from jaxserve.runner.device_step import SEED_TOKENS
 from jaxserve.runner.model_runner import ModelRunner
+from jaxserve.runner.programs import Program
 from model_zoo.step_inputs import unpack
 
 CANARY_TOKENS = 64
@@ -25,51 +27,58 @@ class ProofError(RuntimeError):
 
 def warm_up(runner: ModelRunner) -> None:
     """Runs every program twice on padding; the second run is its measured cost."""
-    step, manifest = runner.step, runner.manifest
-    state, weights = runner.state, runner.weights
-    for program in manifest:
-        kind, bucket = program.spec.kind, program.spec.bucket
-        rows = np.full(bucket, step.num_seats, np.int32)
+    for program in runner.manifest:
         for _ in range(2):
+            run = _padding_run(runner, program)
             start = time.perf_counter()
-            if kind == "backbone":
-                packed = step.padding_step(bucket)
-                state.kv, state.hidden, out = program(
-                    weights, state.kv, state.hidden, state.last_tokens, packed
-                )
-            elif kind == "head":
-                out = program(weights, state.hidden, np.zeros(bucket, np.int32))
-            elif kind == "seed_counts":
-                tokens = np.full(SEED_TOKENS, step.vocab_size, np.int32)
-                flags = np.zeros(SEED_TOKENS, bool)
-                seat, clear = np.asarray(0, np.int32), np.asarray(True)
-                out = state.counts = program(state.counts, seat, tokens, flags, clear)
-            else:
-                out = _run_sampler(runner, program, rows)
-            jax.block_until_ready(out)
+            jax.block_until_ready(run())
             program.measured_s = time.perf_counter() - start
-        program.uses = 0
+    runner.forget_uses()
 
 
-def _run_sampler(runner: ModelRunner, program: Any, seats: np.ndarray) -> Any:
-    state, rows = runner.state, len(seats)
-    logits = runner.manifest.get("head", rows)(
-        runner.weights, state.hidden, np.zeros(rows, np.int32)
-    )
-    jax.block_until_ready(logits)
-    kind = program.spec.kind
+def _padding_run(runner: ModelRunner, program: Program) -> Callable[[], Any]:
+    """A call of `program` in which everything is padding; its inputs are ready."""
+    step, state, weights = runner.step, runner.state, runner.weights
+    kind, bucket = program.spec.kind, program.spec.bucket
+    seats = np.full(bucket, step.num_seats, np.int32)
+
+    def backbone() -> Any:
+        packed = step.padding_step(bucket)
+        state.kv, state.hidden, mark = program(
+            weights, state.kv, state.hidden, state.last_tokens, packed
+        )
+        return mark
+
+    def seed_counts() -> Any:
+        tokens = np.full(SEED_TOKENS, step.vocab_size, np.int32)
+        flags, clear = np.zeros(SEED_TOKENS, bool), np.asarray(True)
+        state.counts = program(state.counts, np.asarray(0, np.int32), tokens, flags, clear)
+        return state.counts
+
+    if kind == "backbone":
+        return backbone
+    if kind == "seed_counts":
+        return seed_counts
+    if kind == "head":
+        return lambda: program(weights, state.hidden, np.zeros(bucket, np.int32))
+    head = runner.manifest.get("head", bucket)
+    logits = jax.block_until_ready(head(weights, state.hidden, np.zeros(bucket, np.int32)))
     if kind == "greedy":
-        return program(logits, seats, state.last_tokens)
+        return lambda: program(logits, seats, state.last_tokens)
     if kind == "score":
-        return program(logits, np.zeros(rows, np.int32))
-    packed = packing.pack(neutral_samples(rows, runner.step.model_config.V, seats))
+        return lambda: program(logits, np.zeros(bucket, np.int32))
+    packed = packing.pack(_neutral_samples(bucket, step.model_config.V, seats))
     if kind == "random":
-        return program(logits, packed, state.last_tokens)
-    *out, state.counts = program(logits, packed, state.last_tokens, state.counts)
-    return out
+        return lambda: program(logits, packed, state.last_tokens)
+
+    def full() -> Any:
+        *sampled, state.counts = program(logits, packed, state.last_tokens, state.counts)
+        return sampled
+
+    return full
 
 
-def neutral_samples(rows: int, vocab: int, seats: np.ndarray) -> SampleInputs:
+def _neutral_samples(rows: int, vocab: int, seats: np.ndarray) -> SampleInputs:
     """Rows that sample greedily with every option at its neutral value."""
     zeros = SampleInputs(*(np.zeros(s.shape, s.dtype) for s in packing.sample_spec(rows)))
     return zeros._replace(
@@ -99,14 +108,13 @@ def prove(runner: ModelRunner) -> float:
         difference = np.max(np.abs(canary.run(bucket) - reference) / scale)
         if not difference <= limit:
             raise ProofError(
-                f"program backbone[{bucket}] differs from backbone[{buckets[0]}] by {difference:.3g} "
-                f"of a hidden state's size; allowed: {limit}. Do not serve with this bucket: "
-                f"leave it out of buckets.tokens, and report the device and versions"
+                f"program backbone[{bucket}] differs from backbone[{buckets[0]}] by "
+                f"{difference:.3g} of a hidden state's size; allowed: {limit}. Do not serve with "
+                f"this bucket: leave it out of buckets.tokens, and report the device and versions"
             )
         worst = max(worst, float(difference))
     canary.clean()
-    for program in runner.manifest:
-        program.uses = 0
+    runner.forget_uses()
     return worst
 
 

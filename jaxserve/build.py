@@ -1,0 +1,181 @@
+"""The only place that assembles: a config becomes weights, runner and engine."""
+
+import dataclasses
+import math
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxserve import sources
+from jaxserve.batch.buckets import resolve
+from jaxserve.config import EngineConfig
+from jaxserve.engine import Engine, ModelLimits
+from jaxserve.metrics import StepRecord
+from jaxserve.runner import compile_cache, memory, warmup
+from jaxserve.runner.device_step import DeviceStep
+from jaxserve.runner.model_runner import ModelRunner
+from jaxserve.runner.programs import compile_programs
+from jaxserve.text.tokenizer import Tokenizer, load_tokenizer
+from model_zoo import registry
+from model_zoo.weights import load_module, open_checkpoint
+
+CPU_DTYPE = "bfloat16"
+Log = Callable[[str], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Assembly:
+    """A ready engine and what it was made of."""
+
+    engine: Engine
+    runner: ModelRunner
+    tokenizer: Tokenizer
+    config: EngineConfig  # resolved: nothing is left to derive
+    startup: dict[str, float]  # seconds of each part of the start; parts may overlap
+
+    def close(self) -> None:
+        self.runner.close()
+
+
+def assemble(
+    config: EngineConfig,
+    *,
+    on_step: Callable[[StepRecord], None] | None = None,
+    log: Log = lambda line: None,
+) -> Assembly:
+    """Loads the model that `config` names and makes every program ready to serve.
+
+    Raises ValueError or OSError with one clear line when model and config do not go together,
+    before anything is compiled; `warmup.ProofError` when a program does not give the right answers.
+    """
+    timer = _Timer()
+    compile_cache.enable(config.runner.compile_cache, lambda line: log(f"warning: {line}"))
+    path = sources.resolve(config.model.name)
+    timer.mark("find")
+    checkpoint = open_checkpoint(path)
+    with ThreadPoolExecutor(2) as pool:
+        loading_tokenizer = pool.submit(load_tokenizer, Path(path))
+        config, abstract = _resolve(config, checkpoint)
+        tokenizer = loading_tokenizer.result()
+        vocab_size = min(tokenizer.vocab_size, abstract.model_config.V)
+        timer.mark("read")
+        loading = pool.submit(_load, checkpoint, config, timer)
+        graphdef, weights = nnx.split(abstract.module)
+        step = DeviceStep(graphdef, weights, abstract.model_config, config, vocab_size)
+        runner = ModelRunner(step, config, threads=_compile_threads())
+        timer.mark("compile")
+        runner.load(loading.result())
+        timer.mark("load")
+    if config.runner.prove:
+        difference = warmup.prove(runner)
+        log(
+            f"proved {len(config.buckets.tokens)} token buckets; "
+            f"largest difference {difference:.2g}"
+        )
+        timer.mark("prove")
+    warmup.warm_up(runner)
+    timer.mark("warm_up")
+    limits = ModelLimits(vocab_size, tokenizer.eos_ids)
+    engine = Engine(config, runner, limits, on_step=on_step)
+    engine.set_costs(runner.costs())
+    return Assembly(engine, runner, tokenizer, config, timer.parts)
+
+
+class _Abstract(NamedTuple):
+    """A model without weights."""
+
+    model_config: Any
+    module: Any
+
+
+def _resolve(config: EngineConfig, checkpoint: Any) -> tuple[EngineConfig, _Abstract]:
+    hf = checkpoint.hf_config
+    family = registry.family(hf["model_type"])
+    dtype = _dtype(config.model.dtype)
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, dtype=dtype))
+
+    def make(max_len: int) -> _Abstract:
+        model_config = family.config_from_hf(hf, dtype=dtype, max_len=max_len)
+        return _Abstract(
+            model_config, nnx.eval_shape(lambda: family.module(model_config, nnx.Rngs(0)))
+        )
+
+    abstract = make(config.model.max_len)
+    max_len = abstract.model_config.max_position
+    block_bytes = _block_bytes(abstract.model_config, config.cache.block_size, dtype)
+    if not config.cache.num_blocks:
+        gib = _pool_gib(config, abstract, max_len, block_bytes)
+        cache = dataclasses.replace(config.cache, memory_gib=gib)
+        config = dataclasses.replace(config, cache=cache)
+    config = resolve(config, max_len, block_bytes)
+    return config, make(config.model.max_len)
+
+
+def _dtype(name: str) -> str:
+    if name != "auto":
+        return name
+    return CPU_DTYPE if jax.default_backend() == "cpu" else "bfloat16"
+
+
+def _block_bytes(model_config: Any, block_size: int, dtype: str) -> int:
+    c = model_config
+    return 2 * c.L * c.K * c.H * block_size * jnp.dtype(dtype).itemsize
+
+
+def _pool_gib(config: EngineConfig, abstract: _Abstract, max_len: int, block_bytes: int) -> float:
+    """Size of the pool; on a device that reports its memory the largest programs are compiled to
+    find out.
+    """
+    graphdef, weights = nnx.split(abstract.module)
+    weight_bytes = sum(
+        math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(weights)
+    )
+
+    def measure_scratch() -> int:
+        small = dataclasses.replace(config.cache, num_blocks=-(-max_len // config.cache.block_size))
+        trial = resolve(dataclasses.replace(config, cache=small), max_len, block_bytes)
+        step = DeviceStep(graphdef, weights, abstract.model_config, trial, abstract.model_config.V)
+        largest: dict[str, Any] = {}
+        for spec in step.specs():
+            if spec.bucket >= largest.setdefault(spec.kind, spec).bucket:
+                largest[spec.kind] = spec
+        programs = compile_programs(list(largest.values()), threads=_compile_threads())
+        sizes = [p.memory for p in programs]
+        return max(m.get("temp", 0) for m in sizes) + sum(
+            m.get("outputs", 0) - m.get("aliased", 0) for m in sizes
+        )
+
+    stats = jax.local_devices()[0].memory_stats()
+    return memory.pool_gib(config.cache.memory_gib, stats, weight_bytes, measure_scratch)
+
+
+def _load(checkpoint: Any, config: EngineConfig, timer: "_Timer") -> Any:
+    start = time.perf_counter()
+    module = load_module(checkpoint, config.model.dtype)
+    weights = nnx.split(module)[1]
+    timer.parts["weights"] = time.perf_counter() - start
+    return weights
+
+
+def _compile_threads() -> int:
+    return max(1, min(8, (os.cpu_count() or 1) - 1))
+
+
+class _Timer:
+    """Seconds between marks."""
+
+    def __init__(self) -> None:
+        self.parts: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def mark(self, part: str) -> None:
+        now = time.perf_counter()
+        self.parts[part] = now - self._last
+        self._last = now
