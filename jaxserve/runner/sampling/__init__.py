@@ -1,0 +1,3 @@
+"""The parts of the sampler: blocks of the vocabulary, integer weights, filters, penalties,
+logprobs.
+"""
