@@ -1,19 +1,54 @@
 """All settings of the engine, as frozen data.
 
-A config is read once (defaults, then a TOML file, then `--set section.key=value`), checked, and never edited.
-`0` or an empty tuple means "derive it": `resolve` returns a new config in which nothing is left to derive.
+A config is read once (defaults, then a TOML file, then `--set section.key=value`), checked, and
+never edited.  `0` or an empty tuple means "derive it": `jaxserve.batch.buckets.resolve` returns a
+new config in which nothing is left to derive.  Every section raises ValueError for a bad value.
 """
 
 import dataclasses
+import math
+from typing import cast
+
+MODES = ("dynamic", "fixed")
+POLICIES = ("fcfs", "priority", "round_robin", "shortest_first")
+DTYPES = ("auto", "float32", "bfloat16")
+
+
+def _whole(name: str, value: object, low: int) -> None:
+    if type(value) is not int or value < low:
+        raise ValueError(f"{name}={value!r} must be a whole number of at least {low}")
+
+
+def _number(name: str, value: object, low: float, high: float) -> None:
+    number = value if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
+    if not low <= number <= high:
+        raise ValueError(f"{name}={value!r} must be a number from {low:g} to {high:g}")
+
+
+def _flag(name: str, value: object) -> None:
+    if type(value) is not bool:
+        raise ValueError(f"{name}={value!r} must be true or false")
+
+
+def _one_of(name: str, value: object, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise ValueError(f"{name}={value!r} must be one of: {', '.join(known)}")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ModelConfig:
     """Which weights, in which precision."""
 
-    name: str = "smollm2-135m-instruct"  # the pinned default, a folder, a .gguf file, an Orbax folder, a hub name
+    # The pinned default, a folder, a .gguf file, an Orbax folder, or a hub name.
+    name: str = "smollm2-135m-instruct"
     dtype: str = "auto"  # auto | float32 | bfloat16; of weights, activations and KV
     max_len: int = 0  # tokens of prompt and output together; 0: what the model was trained for
+
+    def __post_init__(self) -> None:
+        if type(self.name) is not str or not self.name:
+            raise ValueError(f"model.name={self.name!r} must be a name or a path")
+        _one_of("model.dtype", self.dtype, DTYPES)
+        _whole("model.max_len", self.max_len, 0)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -25,6 +60,12 @@ class CacheConfig:
     memory_gib: float = 0.0  # 0: measured on an accelerator, 2 on the CPU
     prefix_caching: bool = True
 
+    def __post_init__(self) -> None:
+        _whole("cache.block_size", self.block_size, 1)
+        _whole("cache.num_blocks", self.num_blocks, 0)
+        _number("cache.memory_gib", self.memory_gib, 0.0, 1e6)
+        _flag("cache.prefix_caching", self.prefix_caching)
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SchedulerConfig:
@@ -33,9 +74,9 @@ class SchedulerConfig:
     mode: str = "dynamic"  # dynamic | fixed
     token_budget: int = 512  # most tokens in a step; the largest token bucket
     chunk_size: int = 256  # mode fixed: tokens of every chunk but a prompt's last
-    max_seqs: int = 64  # most requests with KV at one time
+    max_seqs: int = 64  # most requests with KV at one time; at most token_budget
     policy: str = "fcfs"  # fcfs | priority | round_robin | shortest_first
-    aging_steps: int = 256  # a request passed over for this many steps goes first, whatever the policy
+    aging_steps: int = 256  # passed over for this many steps, a request goes first in any policy
     max_partial_prefills: int = 8  # most prompts in the middle of their prefill
     max_long_partial_prefills: int = 1  # of those, most longer than long_prefill_threshold
     long_prefill_threshold: int = 0  # tokens; 0: 4 % of max_len, at least one block
@@ -43,13 +84,38 @@ class SchedulerConfig:
     reserve_full_prompt: bool = True  # admit only when the blocks of the whole prompt are free
     max_waiting: int = 1_000_000  # most requests in the queue; more are refused
 
+    def __post_init__(self) -> None:
+        _one_of("scheduler.mode", self.mode, MODES)
+        _one_of("scheduler.policy", self.policy, POLICIES)
+        for name in (
+            "token_budget",
+            "chunk_size",
+            "max_seqs",
+            "aging_steps",
+            "max_partial_prefills",
+            "max_long_partial_prefills",
+            "max_waiting",
+        ):
+            _whole(f"scheduler.{name}", getattr(self, name), 1)
+        _whole("scheduler.long_prefill_threshold", self.long_prefill_threshold, 0)
+        _number("scheduler.watermark", self.watermark, 0.0, 0.99)
+        _flag("scheduler.reserve_full_prompt", self.reserve_full_prompt)
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BucketConfig:
     """Compiled shapes."""
 
-    tokens: tuple[int, ...] = ()  # (): derived from the budget; the last one always equals the budget
-    rows: tuple[int, ...] = ()  # sampled rows; (): derived; the last one always equals max_seqs
+    tokens: tuple[int, ...] = ()  # (): derived from the budget; the last one is always the budget
+    rows: tuple[int, ...] = ()  # sampled rows; (): derived; the last one is always max_seqs
+
+    def __post_init__(self) -> None:
+        for name in ("tokens", "rows"):
+            sizes: object = getattr(self, name)
+            if not isinstance(sizes, tuple):
+                raise ValueError(f"buckets.{name}={sizes!r} must be a list of whole numbers")
+            for size in cast(tuple[object, ...], sizes):
+                _whole(f"buckets.{name} entry", size, 1)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -61,6 +127,11 @@ class SamplingConfig:
     logprobs: bool = True  # logprobs and prompt logprobs
     seed: int = 0  # base of the seed of requests that name none
 
+    def __post_init__(self) -> None:
+        for name in ("random", "penalties", "logprobs"):
+            _flag(f"sampling.{name}", getattr(self, name))
+        _whole("sampling.seed", self.seed, 0)
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RunnerConfig:
@@ -70,6 +141,14 @@ class RunnerConfig:
     compile_cache: str = "auto"  # auto: the user's cache folder | off | a folder
     prove: bool = True  # before serving, prove that every program equals the reference program
     deterministic: bool = False  # bits do not depend on load, cache hits, preemption or order
+
+    def __post_init__(self) -> None:
+        for name in ("overlap", "prove", "deterministic"):
+            _flag(f"runner.{name}", getattr(self, name))
+        if type(self.compile_cache) is not str or not self.compile_cache:
+            raise ValueError(
+                f"runner.compile_cache={self.compile_cache!r} must be auto, off or a folder"
+            )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -11,9 +11,9 @@ Array = Any  # numpy on the host, jax.Array inside the step
 
 
 class SampleInputs(NamedTuple):
-    """Everything the sampler needs for R rows; every option has a neutral value (given in brackets).
+    """Everything the sampler needs for R rows; every option has a neutral value (in brackets).
 
-    `A` is the largest number of stop ids, `E` the largest number of bias entries a request may have.
+    `A` is the largest number of stop ids, `E` the largest number of bias entries of a request.
     """
 
     token_index: Array  # i32[R]  index in T of the hidden state to sample from; >= T for padding
@@ -37,12 +37,14 @@ class SampleInputs(NamedTuple):
 class ScoreInputs(NamedTuple):
     """Prompt tokens whose log-probability is asked for, R at a time."""
 
-    token_index: Array  # i32[R]  index in T of the hidden state that predicts the target; >= T for padding
+    token_index: (
+        Array  # i32[R]  index in T of the hidden state that predicts the target; >= T for padding
+    )
     targets: Array  # i32[R]      token id that follows it
 
 
 class Logprobs(NamedTuple):
-    """Raw log-softmax of the model in float32, before any sampling option; ties broken by the lower id."""
+    """Raw log-softmax of the model in float32, before any option; ties: the lower id first."""
 
     chosen: np.ndarray  # f32[R]       of the sampled (or target) token
     rank: np.ndarray  # i32[R]         1 for the most likely token
@@ -51,7 +53,10 @@ class Logprobs(NamedTuple):
 
 
 class SeatReset(NamedTuple):
-    """Token counts of a seat start afresh from `tokens`; sent before the first step of a request with penalties."""
+    """Token counts of a seat start afresh from `tokens`.
+
+    Sent with the first step of a request with penalties; counts before it has run.
+    """
 
     seat: int
     tokens: np.ndarray  # i32[n]  prompt, then output so far
@@ -62,8 +67,8 @@ class SeatReset(NamedTuple):
 class Batch:
     """One step as handed to the runner.  Its arrays are fresh and are never edited afterwards.
 
-    `sampler` names the sampling program: "none" (no row samples), "greedy" (temperature 0 and no other option),
-    "random" (temperature, top-k, top-p, min-p), "full" (everything).
+    `sampler` names the sampling program: "none" (no row samples), "greedy" (temperature 0 and no
+    other option), "random" (temperature, top-k, top-p, min-p), "full" (everything).
     """
 
     packed: np.ndarray  # i32[packed_size]  StepInputs of bucket T

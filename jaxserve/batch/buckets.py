@@ -1,0 +1,97 @@
+"""Which compiled shapes there are, and the config in which nothing is left to derive."""
+
+import dataclasses
+import math
+
+from jaxserve.config import BucketConfig, EngineConfig, SchedulerConfig
+
+SMALLEST = 8  # tokens or rows; a bfloat16 product of one row takes 14 times as long as one of eight
+DEFAULT_MEMORY_GIB = 2.0  # KV pool where nothing is configured and nothing was measured
+GIB = 1 << 30
+
+
+def token_buckets(budget: int, max_seqs: int, given: tuple[int, ...] = ()) -> tuple[int, ...]:
+    """Token buckets, ascending; the last equals `budget` whatever it is.
+
+    Without `given`: 8, 16, 24, 32, 48, 64, 96, ... (steps of at most 1.5 above 16) where steps of
+    decodes alone live, up to `max_seqs`, and doubling above, where the scheduler snaps chunks to
+    the bucket.  `given` is cut at the budget, and the budget added.
+    """
+    if given:
+        return tuple(sorted({min(size, budget) for size in given} | {budget}))
+    sizes, power = [SMALLEST], SMALLEST
+    while power < budget:
+        if power < max_seqs and power > SMALLEST:
+            sizes.append(power * 3 // 2)
+        power *= 2
+        sizes.append(power)
+    return tuple(size for size in sizes if size < budget) + (budget,)
+
+
+def row_buckets(max_seqs: int, given: tuple[int, ...] = ()) -> tuple[int, ...]:
+    """Buckets of sampled rows, ascending; the last equals `max_seqs`: 8, 16, 32, ..."""
+    if given:
+        return tuple(sorted({min(size, max_seqs) for size in given} | {max_seqs}))
+    doubling = (SMALLEST << power for power in range(max_seqs.bit_length()))
+    return tuple(size for size in doubling if size < max_seqs) + (max_seqs,)
+
+
+def resolve(config: EngineConfig, model_max_len: int, kv_bytes_per_block: int) -> EngineConfig:
+    """A config in which nothing is left to derive.
+
+    `model_max_len`: tokens the model was trained for.  `kv_bytes_per_block`: KV of
+    `cache.block_size` tokens.  `max_seqs` is cut to the budget, so that every running request can
+    get a token in every step.  Raises ValueError for settings that contradict each other.
+    """
+    block_size = config.cache.block_size
+    max_len = config.model.max_len or model_max_len
+    if max_len > model_max_len:
+        raise ValueError(
+            f"model.max_len={max_len} is above the {model_max_len} tokens the model was trained "
+            f"for; lower it, or leave it at 0"
+        )
+    rules = _resolve_rules(config, max_len)
+    blocks_per_row = -(-max_len // block_size)
+    num_blocks = config.cache.num_blocks
+    if not num_blocks:
+        memory = config.cache.memory_gib or DEFAULT_MEMORY_GIB
+        # More than twice what all rows can hold would only lengthen the memory of the prefix cache.
+        most = 2 * rules.max_seqs * blocks_per_row
+        num_blocks = min(int(memory * GIB) // kv_bytes_per_block, most)
+        if not num_blocks:
+            raise ValueError(
+                f"cache.memory_gib={memory} holds no block of {kv_bytes_per_block} bytes; raise it"
+            )
+    if config.runner.deterministic:
+        buckets = BucketConfig(tokens=(rules.token_budget,), rows=(rules.max_seqs,))
+    else:
+        buckets = BucketConfig(
+            tokens=token_buckets(rules.token_budget, rules.max_seqs, config.buckets.tokens),
+            rows=row_buckets(rules.max_seqs, config.buckets.rows),
+        )
+    return dataclasses.replace(
+        config,
+        model=dataclasses.replace(config.model, max_len=max_len),
+        cache=dataclasses.replace(config.cache, num_blocks=num_blocks),
+        scheduler=rules,
+        buckets=buckets,
+    )
+
+
+def _resolve_rules(config: EngineConfig, max_len: int) -> SchedulerConfig:
+    rules, block_size = config.scheduler, config.cache.block_size
+    chunk_size = min(rules.chunk_size, rules.token_budget)
+    max_seqs = min(rules.max_seqs, rules.token_budget)
+    if config.runner.deterministic:
+        chunk_size -= chunk_size % block_size  # so that a cached chunk is made of whole blocks
+        if not chunk_size or max_seqs - 1 + chunk_size > rules.token_budget:
+            raise ValueError(
+                f"runner.deterministic needs a chunk (scheduler.chunk_size={rules.chunk_size} "
+                f"rounded down to blocks of {block_size}: {chunk_size}) beside {max_seqs - 1} "
+                f"decodes in scheduler.token_budget={rules.token_budget}; raise the budget, or "
+                f"lower scheduler.chunk_size or scheduler.max_seqs"
+            )
+    threshold = rules.long_prefill_threshold or max(block_size, math.ceil(0.04 * max_len))
+    return dataclasses.replace(
+        rules, chunk_size=chunk_size, max_seqs=max_seqs, long_prefill_threshold=threshold
+    )

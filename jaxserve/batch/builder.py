@@ -1,0 +1,155 @@
+"""Turns a plan into the arrays of one step: fresh, read-only, nothing negative.
+
+JAX on the CPU may use a numpy buffer in place, so an array that was handed to a step is never
+edited again: everything here is made anew for each step, and marked read-only before it leaves.
+"""
+
+import bisect
+import itertools
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jaxserve.batch.logprobs import scored_targets
+from jaxserve.batch.samples import SAMPLERS, SeatTable
+from jaxserve.batch.step import Batch, SampleInputs, ScoreInputs, SeatReset
+from jaxserve.config import EngineConfig
+from jaxserve.request import Request
+from jaxserve.scheduler.plan import Chunk, Plan
+from model_zoo.step_inputs import StepInputs, packed_size, step_shapes, unpack
+
+Ints = NDArray[np.int32]
+
+
+class BatchBuilder:
+    """`config` is resolved; `tables` i32[seats, P] are the block tables by seat, kept by the KV
+    manager and only read here; `vocab_size` V."""
+
+    def __init__(self, config: EngineConfig, tables: Ints, vocab_size: int) -> None:
+        self._tables = tables
+        self._block_size = config.cache.block_size
+        self._num_slots = config.cache.num_blocks * config.cache.block_size
+        self._row_buckets = config.buckets.rows
+        rows, blocks = tables.shape
+        self._rows = rows
+        self._shapes = {size: step_shapes(size, rows, blocks) for size in config.buckets.tokens}
+        pinned = None
+        if config.runner.deterministic:  # which program samples a row must not depend on others
+            pinned = SAMPLERS[2 if config.sampling.penalties else int(config.sampling.random)]
+        self._seat_table = SeatTable(rows, vocab_size, pinned)
+
+    def build(self, plan: Plan) -> Batch:
+        """The step of a plan with at least one chunk."""
+        for request in plan.admitted:
+            self._seat_table.sit(request)
+        requests, starts, counts, _, samples = zip(*plan.chunks, strict=True)
+        seats = np.array([request.seat for request in requests], np.int32)
+        shapes = self._shapes[plan.bucket]
+        packed = np.zeros(packed_size(shapes), np.int32)
+        inputs = unpack(packed, shapes)
+        ends = self._fill(inputs, plan, seats, np.array(starts, np.int32), np.array(counts))
+        _freeze(packed, *inputs)
+        sampler, sampled, logprobs = "none", None, False
+        if any(samples):
+            sampler, sampled, logprobs = self._sample(inputs, seats, ends, samples, plan.bucket)
+        return Batch(
+            packed=packed,
+            inputs=inputs,
+            num_tokens=plan.num_tokens,
+            num_samples=sum(samples),
+            sampler=sampler,
+            samples=sampled,
+            logprobs=logprobs,
+            scores=self._scores(plan) if self._seat_table.any_scores(seats) else (),
+            resets=tuple(_reset(r) for r in plan.admitted if r.sampling.has_penalties),
+        )
+
+    def _fill(
+        self, inputs: StepInputs, plan: Plan, seats: Ints, starts: Ints, counts: Ints
+    ) -> Ints:
+        """Writes every field of `inputs`; returns where each row's context ends, i32[rows]."""
+        rows, total, singles = len(seats), plan.num_tokens, plan.num_singles
+        ends = starts + counts
+        width = -(-int(ends.max()) // self._block_size)
+        inputs.block_tables[:rows, :width] = self._tables[seats, :width]
+        inputs.kv_lens[:rows] = ends
+        np.cumsum(counts, out=inputs.query_starts[1 : rows + 1])
+        inputs.query_starts[rows + 1 :] = total
+        inputs.num_decodes[0] = singles
+        row_of = seats
+        positions = starts
+        if singles < rows:
+            row_of = np.repeat(seats, counts)
+            first = np.repeat(starts - inputs.query_starts[:rows], counts)
+            positions = first + np.arange(total, dtype=np.int32)
+        inputs.positions[:total] = positions
+        blocks = self._tables[row_of, positions // self._block_size]
+        inputs.slots[:total] = blocks * self._block_size + positions % self._block_size
+        inputs.slots[total:] = self._num_slots
+        self._fill_tokens(inputs, plan, seats)
+        return ends
+
+    def _fill_tokens(self, inputs: StepInputs, plan: Plan, seats: Ints) -> None:
+        """Token ids; a token the host does not know yet is its seat's last sampled one."""
+        singles, chunks = plan.num_singles, plan.chunks
+        tokens = np.array([_known(chunk) for chunk in chunks[:singles]], np.int32)
+        known = tokens >= 0
+        inputs.tokens[:singles] = np.where(known, tokens, 0)
+        inputs.token_seats[:] = self._rows
+        inputs.token_seats[:singles] = np.where(known, self._rows, seats[:singles])
+        at = singles
+        for request, start, num_tokens, _, _ in itertools.islice(chunks, singles, None):
+            inputs.tokens[at : at + num_tokens] = request.tokens[start : start + num_tokens]
+            at += num_tokens
+
+    def _sample(
+        self, inputs: StepInputs, seats: Ints, ends: Ints, samples: tuple[bool, ...], bucket: int
+    ) -> tuple[str, SampleInputs, bool]:
+        last = inputs.query_starts[1 : len(seats) + 1] - 1
+        if not all(samples):
+            chosen = np.array(samples)
+            last, seats, ends = last[chosen], seats[chosen], ends[chosen]
+        rows = self._row_buckets[bisect.bisect_left(self._row_buckets, len(seats))]
+        return self._seat_table.gather(seats, last, ends, (rows, bucket))
+
+    def _scores(self, plan: Plan) -> tuple[ScoreInputs, ...]:
+        """Prompt tokens to score, in slices of the largest row bucket: bounded memory."""
+        index: list[int] = []
+        targets: list[int] = []
+        at = 0
+        for chunk in plan.chunks:
+            wanted = scored_targets(chunk)
+            index.extend(range(at, at + len(wanted)))
+            targets.extend(wanted)
+            at += chunk.num_tokens
+        rows = self._row_buckets[-1]
+        return tuple(
+            _score_slice(index[i : i + rows], targets[i : i + rows], rows, plan.bucket)
+            for i in range(0, len(targets), rows)
+        )
+
+
+def _known(chunk: Chunk) -> int:
+    """The token of a one-token chunk, or -1 while it is on the device only; never leaves here."""
+    tokens = chunk[0].tokens
+    start = chunk[1]
+    return tokens[start] if start < len(tokens) else -1
+
+
+def _score_slice(index: list[int], targets: list[int], rows: int, bucket: int) -> ScoreInputs:
+    score = ScoreInputs(np.full(rows, bucket, np.int32), np.zeros(rows, np.int32))
+    score.token_index[: len(index)] = index
+    score.targets[: len(targets)] = targets
+    _freeze(*score)
+    return score
+
+
+def _reset(request: Request) -> SeatReset:
+    tokens = np.array(request.tokens, np.int32)
+    _freeze(tokens)
+    return SeatReset(request.seat, tokens, request.num_prompt)
+
+
+def _freeze(*arrays: Ints) -> None:
+    for array in arrays:
+        array.flags.writeable = False

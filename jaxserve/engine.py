@@ -1,0 +1,295 @@
+"""The loop: schedule, build, dispatch, read the step before, update.
+
+With overlap, step N + 1 is scheduled and dispatched before step N is read: JAX runs steps in the
+order of their dispatch, and a token that only the device knows goes from step to step there.  What
+the host learns one step late (an end, a cancel) costs one discarded token: results carry an epoch.
+"""
+
+import dataclasses
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from jaxserve import admission
+from jaxserve.admission import ModelLimits, QueueFull
+from jaxserve.batch.builder import BatchBuilder
+from jaxserve.batch.logprobs import PromptScores, attach, scored_targets
+from jaxserve.batch.step import Batch, StepResult
+from jaxserve.config import EngineConfig
+from jaxserve.kv.manager import KVManager
+from jaxserve.metrics import StepRecord, Totals
+from jaxserve.request import Output, Request, SamplingParams, Status
+from jaxserve.scheduler import snap
+from jaxserve.scheduler.plan import Chunk, Plan
+from jaxserve.scheduler.scheduler import Scheduler
+
+__all__ = ["Engine", "ModelLimits", "QueueFull", "Runner"]
+
+_log = logging.getLogger(__name__)
+
+
+class Runner(Protocol):
+    """The device half, or what stands in for it."""
+
+    def dispatch(self, batch: Batch) -> Any:
+        """Starts the step and returns a handle without waiting; steps run in this order."""
+        ...
+
+    def result(self, handle: Any) -> StepResult:
+        """Blocks until the step is done."""
+        ...
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class _Flight:
+    """A dispatched step; numbers are those of the moment it was planned."""
+
+    plan: Plan
+    batch: Batch
+    handle: Any
+    targets: list[tuple[Chunk, list[int]]]  # prompt tokens it scores
+    schedule_s: float
+    build_s: float
+    dispatch_s: float
+    waiting: int
+    running: int
+    kv_used: int
+
+
+class Engine:
+    """`config` is resolved (`jaxserve.batch.buckets.resolve`).  `on_step` gets every step's record.
+
+    Not thread-safe: one thread calls it.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        runner: Runner,
+        limits: ModelLimits,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        on_step: Callable[[StepRecord], None] | None = None,
+    ) -> None:
+        self.config = config
+        self.stats = Totals()
+        self._limits = limits
+        self._runner = runner
+        self._clock = clock
+        self._on_step = on_step
+        rules, block_size = config.scheduler, config.cache.block_size
+        self.kv = KVManager(
+            num_blocks=config.cache.num_blocks,
+            block_size=block_size,
+            seats=rules.max_seqs,
+            blocks_per_row=-(-config.model.max_len // block_size),
+            prefix_caching=config.cache.prefix_caching,
+            identity=f"{config.model.name}|{config.model.dtype}",
+            hit_blocks=rules.chunk_size // block_size if config.runner.deterministic else 1,
+        )
+        self.scheduler = Scheduler(config, self.kv)
+        self._builder = BatchBuilder(config, self.kv.tables, limits.vocab_size)
+        self._prompts = PromptScores()
+        self._followers: dict[Request, list[Request]] = {}  # of a first sample: the other ones
+        self._num_followers = 0
+        self._flight: _Flight | None = None
+        self._number = 0
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.scheduler.running or self.num_waiting or self._flight)
+
+    @property
+    def num_waiting(self) -> int:
+        return self.scheduler.num_waiting + self._num_followers
+
+    @property
+    def num_running(self) -> int:
+        return len(self.scheduler.running)
+
+    def set_costs(self, seconds: dict[int, float]) -> None:
+        """Measured seconds of a step for every token bucket, for snapping and predictions."""
+        self.scheduler.costs = snap.measured(self.config.buckets.tokens, seconds)
+
+    def add(
+        self,
+        prompt: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        priority: int = 0,
+        salt: str = "",
+    ) -> list[Request]:
+        """Queues the `n` samples of one prompt: all of them, or none and an exception.
+
+        Raises ValueError, saying why, for what can never run here, and QueueFull.  A request ends
+        with reason "length" at max_tokens, at the model's length, and where the KV pool ends.
+        With prefix caching, samples after the first wait until it has computed the prompt.
+        """
+        tokens = admission.check(self.config, self._limits, prompt, sampling)
+        admission.check_labels(priority, salt)
+        most = self.config.scheduler.max_waiting
+        if self.num_waiting + sampling.n > most:
+            raise QueueFull(f"{self.num_waiting} requests wait already; at most {most} may")
+        first_number = self._number
+        self._number += sampling.n
+        requests = [
+            admission.new_request(
+                self.config,
+                self._limits,
+                tokens,
+                sampling,
+                number=first_number + sample,
+                sample=sample,
+            )
+            for sample in range(sampling.n)
+        ]
+        now = self._clock()
+        for request in requests:
+            request.priority, request.salt, request.arrival = priority, salt, now
+        leaders = 1 if self.config.cache.prefix_caching else sampling.n
+        for request in requests[:leaders]:
+            self.scheduler.add(request)
+        if requests[leaders:]:
+            self._followers[requests[0]] = requests[leaders:]
+            self._num_followers += len(requests[leaders:])
+        return requests
+
+    def finish(self, request: Request, reason: str = "stop") -> None:
+        """Ends a request from outside: a stop string was found, or "abort".  Its blocks are free at
+        once, a late result is ignored, and no output follows.  Idempotent."""
+        if request.status is Status.WAITING and request.last_step < 0:  # it follows a first sample
+            self._num_followers -= 1
+        self.scheduler.finish(request, reason)
+        self._prompts.drop(request)
+        self._release_followers(request)
+
+    def step(self) -> list[Output]:
+        """Dispatches a step if there is anything to run, and returns what one step brought.
+
+        With overlap that is the step dispatched by the call before.  A runner that raises leaves
+        the KV array undefined: every request with a seat then ends with reason "error" and the
+        prefix cache is dropped; waiting requests are untouched and the engine stays usable.
+        """
+        try:
+            flight = self._launch()
+            if self.config.runner.overlap:
+                flight, self._flight = self._flight, flight
+            return self._land(flight) if flight else []
+        except Exception as error:
+            _log.exception("a step failed")
+            return self._fail_running(error)
+
+    def _launch(self) -> _Flight | None:
+        """Plans, builds and dispatches a step; None when there is nothing to run."""
+        began = time.perf_counter()
+        waiting, running = self.num_waiting, self.num_running
+        plan = self.scheduler.schedule()
+        scheduled = time.perf_counter()
+        for request in plan.preempted:
+            self._prompts.drop(request)
+        if not plan.chunks:
+            if self._flight is None and self.has_work:
+                raise RuntimeError(f"no request can run: {running} running, {waiting} waiting")
+            return None
+        for request in plan.admitted:
+            self._prompts.start(request)
+        targets = [(c, scored_targets(c)) for c in plan.chunks] if len(self._prompts) else []
+        batch = self._builder.build(plan)
+        built = time.perf_counter()
+        handle = self._runner.dispatch(batch)
+        return _Flight(
+            plan=plan,
+            batch=batch,
+            handle=handle,
+            targets=targets,
+            schedule_s=scheduled - began,
+            build_s=built - scheduled,
+            dispatch_s=time.perf_counter() - built,
+            waiting=waiting,
+            running=running,
+            kv_used=self.kv.num_used,
+        )
+
+    def _land(self, flight: _Flight) -> list[Output]:
+        """Reads a step's result and hands it to the requests it still belongs to."""
+        began = time.perf_counter()
+        result = self._runner.result(flight.handle)
+        arrived = time.perf_counter()
+        plan, batch = flight.plan, flight.batch
+        if flight.targets:
+            self._prompts.collect(flight.targets, result.scores)
+        count = batch.num_samples
+        bad = frozenset(result.bad[:count].nonzero()[0].tolist())
+        outputs = self.scheduler.update(plan.chunks, result.tokens[:count].tolist(), bad)
+        if batch.logprobs or len(self._prompts):
+            rows = (chunk.request for chunk in plan.chunks if chunk.samples)
+            outputs = attach(outputs, rows, result.logprobs, self._prompts)
+        if self._followers:
+            for request, start, num_tokens, _, _ in plan.chunks:
+                if start + num_tokens >= request.num_prompt or request.finish_reason:
+                    self._release_followers(request)
+        self._record(flight, result, outputs, arrived - began, time.perf_counter() - arrived)
+        return outputs
+
+    def _release_followers(self, request: Request) -> None:
+        """Queues the samples that wait for `request`, which has computed the prompt or ended."""
+        for follower in self._followers.pop(request, ()):
+            if follower.status is Status.WAITING:
+                self._num_followers -= 1
+                self.scheduler.add(follower)
+
+    def _fail_running(self, error: Exception) -> list[Output]:
+        self.stats.failed_steps += 1
+        self._flight = None
+        outputs: list[Output] = []
+        for request in list(self.scheduler.running):
+            self.scheduler.finish(request, "error", f"{type(error).__name__}: {error}")
+            self._release_followers(request)
+            outputs.append(Output(request, (), None, None, "error"))
+        self._prompts.clear()
+        self.kv.forget_all()
+        return outputs
+
+    def _record(
+        self,
+        flight: _Flight,
+        result: StepResult,
+        outputs: list[Output],
+        wait_s: float,
+        update_s: float,
+    ) -> None:
+        plan, costs = flight.plan, self.scheduler.costs
+        prefill = plan.num_tokens - plan.decode_tokens - plan.recomputed_tokens
+        produced = sum(len(output.tokens) for output in outputs)
+        record = StepRecord(
+            step=self.stats.steps,
+            bucket=plan.bucket,
+            rows=len(plan.chunks),
+            sampler=flight.batch.sampler,
+            decode_tokens=plan.decode_tokens,
+            prefill_tokens=prefill,
+            recomputed_tokens=plan.recomputed_tokens,
+            padded_tokens=plan.bucket - plan.num_tokens,
+            output_tokens=produced,
+            dropped_tokens=flight.batch.num_samples - produced,
+            unused=None if plan.unused is None else str(plan.unused),
+            predicted_s=costs.cost(plan.num_tokens) if costs.measured else None,
+            device_s=result.device_s,
+            padding_s=result.device_s * costs.padding_share(plan.num_tokens),
+            schedule_s=flight.schedule_s,
+            build_s=flight.build_s,
+            dispatch_s=flight.dispatch_s,
+            wait_s=wait_s,
+            update_s=update_s,
+            waiting=flight.waiting,
+            running=flight.running,
+            kv_used=flight.kv_used,
+            kv_blocks=self.kv.num_blocks,
+            preemptions=len(plan.preempted),
+            hit_tokens=plan.hit_tokens,
+            resume_hit_tokens=plan.resume_hit_tokens,
+        )
+        self.stats.add(record)
+        if self._on_step is not None:
+            self._on_step(record)

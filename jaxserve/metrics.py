@@ -1,0 +1,83 @@
+"""What every step did and cost, and the running totals.  Exporters read these values."""
+
+import collections
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StepRecord:
+    """One step that has returned.  Times in seconds; tokens are real ones unless named padded."""
+
+    step: int
+    bucket: int  # tokens of the compiled shape
+    rows: int  # requests with tokens in the step
+    sampler: str
+    decode_tokens: int
+    prefill_tokens: int  # without the recomputed ones
+    recomputed_tokens: int  # computed before a preemption already
+    padded_tokens: int  # of the bucket, without a real token
+    output_tokens: int  # new tokens handed out
+    dropped_tokens: int  # sampled for requests that had ended or were preempted meanwhile
+    unused: str | None  # why part of the budget was not used; None: it was used up
+    predicted_s: float | None  # from the cost table; None until costs are measured
+    device_s: float
+    padding_s: float  # part of device_s that padding cost, by the cost table
+    schedule_s: float
+    build_s: float
+    dispatch_s: float  # handing the step to the runner
+    wait_s: float  # blocked on the step's result
+    update_s: float
+    waiting: int  # requests without a seat, when the step was planned
+    running: int
+    kv_used: int  # blocks
+    kv_blocks: int
+    preemptions: int
+    hit_tokens: int  # prefix hits of requests admitted for the first time
+    resume_hit_tokens: int  # prefix hits of requests that resume: not a cache's merit
+
+
+@dataclasses.dataclass(slots=True)
+class Totals:
+    """Sums over all steps since the start."""
+
+    steps: int = 0
+    failed_steps: int = 0
+    decode_tokens: int = 0
+    prefill_tokens: int = 0
+    recomputed_tokens: int = 0
+    padded_tokens: int = 0
+    output_tokens: int = 0
+    dropped_tokens: int = 0
+    preemptions: int = 0
+    hit_tokens: int = 0
+    resume_hit_tokens: int = 0
+    device_s: float = 0.0
+    padding_s: float = 0.0
+    schedule_s: float = 0.0
+    build_s: float = 0.0
+    dispatch_s: float = 0.0
+    wait_s: float = 0.0
+    update_s: float = 0.0
+    unused: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter[str])
+    buckets: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter[int])
+
+    def add(self, record: StepRecord) -> None:
+        self.steps += 1
+        self.decode_tokens += record.decode_tokens
+        self.prefill_tokens += record.prefill_tokens
+        self.recomputed_tokens += record.recomputed_tokens
+        self.padded_tokens += record.padded_tokens
+        self.output_tokens += record.output_tokens
+        self.dropped_tokens += record.dropped_tokens
+        self.preemptions += record.preemptions
+        self.hit_tokens += record.hit_tokens
+        self.resume_hit_tokens += record.resume_hit_tokens
+        self.device_s += record.device_s
+        self.padding_s += record.padding_s
+        self.schedule_s += record.schedule_s
+        self.build_s += record.build_s
+        self.dispatch_s += record.dispatch_s
+        self.wait_s += record.wait_s
+        self.update_s += record.update_s
+        self.unused[record.unused or "full"] += 1
+        self.buckets[record.bucket] += 1
