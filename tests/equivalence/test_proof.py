@@ -1,0 +1,150 @@
+"""The proof before serving finds a program that is wrong; programs keep the KV in place."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxserve.batch.step import Batch
+from jaxserve.runner import warmup
+from jaxserve.runner.device_step import DeviceStep
+from jaxserve.runner.programs import compile_programs
+from model_zoo.step_inputs import unpack
+
+
+@pytest.fixture
+def runner(make_rig):
+    runner = make_rig("gqa_9_3").runner
+    kept = {key: program.compiled for key, program in runner.manifest._programs.items()}
+    yield runner
+    for key, compiled in kept.items():
+        runner.manifest._programs[key].compiled = compiled
+
+
+def test_every_bucket_equals_the_smallest(runner):
+    assert warmup.prove(runner) < 1e-3
+    assert runner.compiles_after_warmup == 0
+
+
+def wrong_hidden(compiled):
+    def run(*arguments):
+        kv, hidden, mark = compiled(*arguments)
+        return kv, hidden.at[1].multiply(1.05), mark
+
+    return run
+
+
+def pads_write_block_zero(shapes, num_slots):
+    """FAULTS B15, B17: the slot of padding is a live one."""
+
+    def wrap(compiled):
+        def run(weights, kv, hidden, last_tokens, packed):
+            packed = packed.copy()
+            x = unpack(packed, shapes)
+            x.slots[x.slots >= num_slots] = 0
+            return compiled(weights, kv, hidden, last_tokens, packed)
+
+        return run
+
+    return wrap
+
+
+def reads_one_slot_too_far(shapes):
+    """FAULTS B02: the context ends behind the last token that was written."""
+
+    def wrap(compiled):
+        def run(weights, kv, hidden, last_tokens, packed):
+            packed = packed.copy()
+            x = unpack(packed, shapes)
+            x.kv_lens[x.kv_lens > 0] += 1
+            return compiled(weights, kv, hidden, last_tokens, packed)
+
+        return run
+
+    return wrap
+
+
+@pytest.mark.parametrize("fault", ["hidden", "padding", "context"])
+def test_a_wrong_program_does_not_serve(runner, fault):
+    bucket = runner.manifest.buckets("backbone")[-1]
+    program = runner.manifest.get("backbone", bucket)
+    shapes = runner.step.shapes(bucket)
+    wrap = {
+        "hidden": wrong_hidden,
+        "padding": pads_write_block_zero(shapes, runner.num_slots),
+        "context": reads_one_slot_too_far(shapes),
+    }[fault]
+    program.compiled = wrap(program.compiled)
+    with pytest.raises(warmup.ProofError, match=rf"backbone\[{bucket}\]"):
+        warmup.prove(runner)
+
+
+def compiled_with(runner, num_blocks):
+    """The smallest backbone over a cache of that many blocks, and the bytes of KV."""
+    old = runner.step
+    cache = dataclasses.replace(old.config.cache, num_blocks=num_blocks)
+    config = dataclasses.replace(old.config, cache=cache)
+    step = DeviceStep(old.graphdef, old.abstract_weights, old.model_config, config, old.vocab_size)
+    spec = [spec for spec in step.specs() if spec.kind == "backbone"][-1]
+    kv_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(spec.arguments[1]))
+    return compile_programs([spec])[0], kv_bytes
+
+
+def test_kv_is_updated_in_place_and_scratch_does_not_grow_with_it(runner):
+    small, _ = compiled_with(runner, 64)
+    large, kv_bytes = compiled_with(runner, 6_400)
+    hidden_bytes = runner.state.hidden.nbytes
+    assert large.memory["aliased"] == kv_bytes + hidden_bytes
+    assert abs(large.memory["temp"] - small.memory["temp"]) < kv_bytes / 100
+
+
+def test_b18_the_cache_has_the_slots_that_the_host_believes_in(runner):
+    c, cache = runner.step.model_config, runner.config.cache
+    size = sum(leaf.size for leaf in jax.tree.leaves(runner.state.kv))
+    assert size == 2 * c.L * c.K * c.H * cache.num_blocks * cache.block_size
+    assert runner.num_slots == cache.num_blocks * cache.block_size
+
+
+def test_measured_costs_cover_every_bucket(runner):
+    warmup.warm_up(runner)
+    costs = runner.costs()
+    assert tuple(costs) == runner.manifest.buckets("backbone")
+    assert all(0 < seconds < math.inf for seconds in costs.values())
+    assert all(program.uses == 0 for program in runner.manifest)
+
+
+def test_an_undeclared_shape_is_refused_and_the_runner_goes_on(runner):
+    batch = Batch(
+        packed=np.zeros(1, np.int32),
+        inputs=runner.step.shapes(7)._replace(tokens=np.zeros(7, np.int32)),
+        num_tokens=0,
+        num_samples=0,
+        sampler="none",
+        samples=None,
+        logprobs=False,
+        scores=(),
+        resets=(),
+    )
+    with pytest.raises(KeyError, match=r"backbone\[7\]"):
+        runner.dispatch(batch)
+    good = runner.config.buckets.tokens[0]
+    packed = runner.step.padding_step(good)
+    fine = dataclasses.replace(
+        batch, packed=packed, inputs=unpack(packed, runner.step.shapes(good))
+    )
+    assert runner.result(runner.dispatch(fine)).tokens.size == 0
+
+
+def test_a_cache_lost_in_a_failed_step_is_made_anew(runner):
+    for leaf in jax.tree.leaves((runner.state.kv, runner.state.hidden)):
+        leaf.delete()
+    good = runner.config.buckets.tokens[0]
+    packed = runner.step.padding_step(good)
+    batch = Batch(
+        packed, unpack(packed, runner.step.shapes(good)), 0, 0, "none", None, False, (), ()
+    )
+    runner.result(runner.dispatch(batch))
+    assert bool(jnp.all(jax.tree.leaves(runner.state.kv)[0] == 0))
