@@ -3,7 +3,7 @@ jobs and bench."""
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from jaxserve.completion import Chunk, Completion, Sample, Timings, Usage
@@ -76,8 +76,11 @@ class Event(NamedTuple):
 
 
 class Driver:
-    """Submit prompts, step, collect.  One thread at a time: whoever shares a driver holds a lock
-    around each call."""
+    """Submit prompts, step, collect.
+
+    One thread at a time: whoever shares a driver holds a lock around each call.  Ctrl-C must not
+    come in the middle of one (`interrupts.Uninterrupted`).
+    """
 
     def __init__(
         self, engine: Engine, tokenizer: Tokenizer, clock: Callable[[], float] = time.monotonic
@@ -123,12 +126,6 @@ class Driver:
         outputs = self._engine.step()
         now = self._clock()
         return [event for output in outputs for event in self._collect(output, now)]
-
-    def run(self, generations: Iterable[Generation]) -> None:
-        """Steps until all of `generations` are done."""
-        for generation in generations:
-            while not generation.done:
-                self.step()
 
     def abort(self, generation: Generation) -> None:
         """Ends all samples at once; a no-op for those that are finished."""
@@ -176,9 +173,8 @@ def _advance(sample: _Progress, output: Output) -> Chunk:
     stream = sample.stream
     if stream is not None:
         ends_in_id = reason == "stop" and tokens and tokens[-1] in output.request.stop_ids
-        text = stream.push(
-            tokens[:-1] if ends_in_id else tokens
-        )  # the id that ends a request is no text
+        # The id that ends a request is no text.
+        text = stream.push(tokens[:-1] if ends_in_id else tokens)
         if stream.stopped is None and reason is not None:
             text += stream.flush()
         if stream.stopped is not None:

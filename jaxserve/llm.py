@@ -11,6 +11,7 @@ from jaxserve.completion import Chunk, Completion
 from jaxserve.config import EngineConfig
 from jaxserve.driver import Driver, Generation
 from jaxserve.fair_lock import FairLock
+from jaxserve.interrupts import Uninterrupted
 from jaxserve.request import SamplingParams
 from jaxserve.text.chat import render_chat
 from jaxserve.text.tokenizer import refuse_surrogates
@@ -115,14 +116,15 @@ class LLM:
             ids = render_chat(tokenizer, cast(Messages, prompt))
         else:
             ids = _token_ids(cast(Prompt, prompt), tokenizer.encode, 0)
-        with self._lock:
+        with Uninterrupted(), self._lock:
             generation = self._driver.submit(ids, sampling or SamplingParams())
             self._streams[generation] = deque()
-        return Stream(self, generation)
+            stream = Stream(self, generation)  # exists before Ctrl-C can come: dropping it cancels
+        return stream
 
     def close(self) -> None:
         """Cancels everything and lets go of weights and cache.  Idempotent."""
-        with self._lock:
+        with Uninterrupted(), self._lock:
             assembly, self._assembly = self._assembly, None
             if assembly is not None:
                 self._driver.abort_all()
@@ -149,7 +151,7 @@ class LLM:
     ) -> list[Completion]:
         generations: list[Generation] = []
         try:
-            with self._lock:
+            with Uninterrupted(), self._lock:
                 for index, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True)):
                     try:
                         generations.append(self._driver.submit(prompt, sampling))
@@ -166,7 +168,7 @@ class LLM:
     def _step(self, wanted: Generation) -> None:
         """One step for everybody, unless `wanted` is done by now; chunks of streams go to their
         queues."""
-        with self._lock:
+        with Uninterrupted(), self._lock:
             self._open()
             if wanted.done:
                 return
@@ -188,7 +190,7 @@ class LLM:
         return None
 
     def _abort(self, generations: Sequence[Generation]) -> None:
-        with self._lock:
+        with Uninterrupted(), self._lock:
             if self._assembly is None:
                 return
             for generation in generations:

@@ -87,7 +87,7 @@ def _run_job(
     num_lines: int,
 ) -> int | None:
     """Runs the job; the exit code when something stopped it before its end."""
-    from jaxserve.offline.job import Job
+    from jaxserve.offline.job import EngineBroken, Job
     from jaxserve.offline.progress import make_progress
     from jaxserve.offline.writer import InputError, Writer
 
@@ -100,7 +100,7 @@ def _run_job(
                 progress.close()
     except InputError as error:
         raise common.UsageError(str(error)) from error
-    except OSError as error:  # a file failed on the way: a full disk, a share that is gone
+    except (OSError, EngineBroken) as error:  # a full disk, a share or a device that is gone
         common.note(f"error: {common.one_line(error)}")
         return common.SOME_FAILED
     except KeyboardInterrupt:

@@ -43,7 +43,6 @@ def register(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    started = time.perf_counter()
     config = common.read_config(args)
     items = _read(args)
     caching = dataclasses.replace(config.cache, prefix_caching=args.prefix_caching)
@@ -51,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
 
     records: list[StepRecord] = []
     assembly = common.assemble(config, args, on_step=records.append)
-    startup = time.perf_counter() - started
+    startup = time.perf_counter() - common.STARTED
     try:
         outputs = _measure(args, assembly, items, records, startup)
     finally:

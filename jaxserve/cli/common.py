@@ -6,6 +6,7 @@ Nothing here imports jax before `assemble` is called: `--help` and bad usage ans
 import argparse
 import dataclasses
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from jaxserve.metrics import StepRecord
     from jaxserve.request import SamplingParams
 
+STARTED = time.perf_counter()  # of the process, as near as this module can tell
 DONE = 0
 SOME_FAILED = 1
 BAD_USAGE = 2

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxserve.driver import Driver, Generation
 from jaxserve.engine import QueueFull
+from jaxserve.interrupts import Uninterrupted
 from jaxserve.offline import results
 from jaxserve.offline.jsonl import LineError, shorten
 from jaxserve.offline.progress import Progress
@@ -20,6 +21,11 @@ if TYPE_CHECKING:
     from jaxserve.build import Assembly
 
 WINDOW_SEATS = 4  # samples in flight, in multiples of max_seqs: the scheduler has a choice
+MAX_FAILED_STEPS = 3  # in a row, and a job ends
+
+
+class EngineBroken(RuntimeError):
+    """No step succeeds any more."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -63,6 +69,7 @@ class Job:
 
     def __init__(self, assembly: "Assembly", options: JobOptions, totals: Totals) -> None:
         """`totals` is kept up to date while the job runs, so it holds after an interruption too."""
+        self._engine = assembly.engine
         self._driver = Driver(assembly.engine, assembly.tokenizer)
         self._tokenizer = assembly.tokenizer
         self._config = assembly.config
@@ -74,9 +81,15 @@ class Job:
         self._lines: dict[Generation, Ready] = {}
         self._waiting: Ready | Failed | None = None  # taken from the reader, refused by the queue
         self._tokens_seen = 0
+        self._steps_seen = assembly.engine.stats.steps
+        self._failures_seen = assembly.engine.stats.failed_steps
 
     def run(self, input_path: Path, writer: Writer, progress: Progress) -> None:
-        """Every line gets one result.  Raises OSError when a file fails."""
+        """Every line gets one result.
+
+        Raises OSError when a file fails and EngineBroken when no step succeeds any more; what was
+        in flight then has no result, and the driver is not to be used again.
+        """
         reader = Reader(input_path, self._options.defaults, self._encode)
         try:
             while self._fill(reader, writer) or self._lines:
@@ -86,8 +99,6 @@ class Job:
                 progress.update(done=totals.done, failed=totals.failed, tokens=self._tokens_seen)
         finally:
             reader.stop()
-            for generation in list(self._lines):
-                self._driver.abort(generation)
 
     def _fill(self, reader: Reader, writer: Writer) -> bool:
         """Takes lines until the window is full or none is ready; False at the end of the input.
@@ -111,7 +122,10 @@ class Job:
         """False when the queue has no place: the line waits."""
         task = line.task
         try:
-            generation = self._driver.submit(line.prompt, task.sampling, priority=task.priority)
+            with Uninterrupted():
+                prompt, sampling = line.prompt, task.sampling
+                generation = self._driver.submit(prompt, sampling, priority=task.priority)
+                self._lines[generation] = line
         except QueueFull:
             if not self._lines:
                 message = f"n={task.sampling.n} is more than scheduler.max_waiting allows"
@@ -121,15 +135,24 @@ class Job:
             return False
         except ValueError as error:
             self._fail(writer, Failed(line.number, line.custom_id, _invalid(str(error))))
-            return True
-        self._lines[generation] = line
         return True
 
     def _step(self, writer: Writer) -> None:
-        for generation, chunk in self._driver.step():
-            self._tokens_seen += len(chunk.token_ids)
-            if generation.done:
-                self._finish(generation, writer)
+        """One step, and the results of what it finished; Ctrl-C waits until they are written."""
+        with Uninterrupted():
+            for generation, chunk in self._driver.step():
+                self._tokens_seen += len(chunk.token_ids)
+                if generation.done and generation in self._lines:
+                    self._finish(generation, writer)
+        self._stop_if_broken()
+
+    def _stop_if_broken(self) -> None:
+        """An engine whose steps all fail would turn the whole input into error results."""
+        stats = self._engine.stats
+        if stats.steps > self._steps_seen:
+            self._steps_seen, self._failures_seen = stats.steps, stats.failed_steps
+        if stats.failed_steps - self._failures_seen >= MAX_FAILED_STEPS:
+            raise EngineBroken(f"{MAX_FAILED_STEPS} steps in a row failed; the job was stopped")
 
     def _finish(self, generation: Generation, writer: Writer) -> None:
         line = self._lines.pop(generation)

@@ -212,7 +212,7 @@ def test_b80_results_are_written_as_they_finish_and_the_window_is_bounded(
     """When the first result is on disk most of the input has not been read."""
     from jaxserve.offline.writer import Writer
 
-    count, write = 3000, Writer.write
+    count, write = 1000, Writer.write
     most_open, first_written_at = [], []
     take = reader.Reader.take
     taken = 0
@@ -409,6 +409,51 @@ def test_an_interrupt_keeps_what_is_done_and_reports_it(run, files: Files, monke
     assert report["interrupted"]
     assert report["done"] == len(files.read()) == 10
     assert not any(thread.name == "jaxserve-reader" for thread in threading.enumerate())
+
+
+def test_an_engine_that_fails_for_good_ends_the_job(run, files: Files, assembled, monkeypatch):
+    """Not every line of a long input becomes an error result."""
+    calls = 0
+
+    def dispatch(self, batch):
+        nonlocal calls
+        calls += 1
+        raise RuntimeError("the device is gone")
+
+    files.write(*({"prompt": f"{i}"} for i in range(2000)))
+    monkeypatch.setattr(fakes.FakeRunner, "dispatch", dispatch)
+    ran = run("--set", "scheduler.max_seqs=4", "--json")
+    assert ran.code == 1
+    assert "jaxserve: error: 3 steps in a row failed" in ran.err
+    assert calls == 3
+    assert strict(ran.out)["failed"] == len(files.read()) < 100
+
+
+def test_one_failed_step_fails_its_requests_and_the_job_goes_on(run, files: Files, monkeypatch):
+    calls, dispatch = 0, fakes.FakeRunner.dispatch
+
+    def sometimes(self, batch):
+        nonlocal calls
+        calls += 1
+        if calls % 40 == 0:
+            raise RuntimeError("a bad step")
+        return dispatch(self, batch)
+
+    files.write(*({"prompt": f"{i}", "max_tokens": 20} for i in range(200)))
+    monkeypatch.setattr(fakes.FakeRunner, "dispatch", sometimes)
+    assert run("--set", "scheduler.max_seqs=4").code == 1
+    results = files.read()
+    failed = [result for result in results if result["error"] is not None]
+    assert len(results) == 200
+    assert 0 < len(failed) < 100
+    assert all(result["error"]["status_code"] == 500 for result in failed)
+
+
+@pytest.mark.parametrize("caching", ["true", "false"])
+def test_samples_that_end_in_one_step_give_one_result(caching: str, run, files: Files):
+    files.write({"prompt": "x", "n": 4, "max_tokens": 3, "ignore_eos": True})
+    assert run("--set", f"cache.prefix_caching={caching}").code == 0
+    assert [len(r["response"]["body"]["choices"]) for r in files.read()] == [4]
 
 
 def test_a_disk_that_is_full_is_one_line_and_exit_1(run, files: Files, monkeypatch):

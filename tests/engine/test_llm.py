@@ -1,6 +1,8 @@
 """The Python API: the same answers however they are asked for, and nothing half done."""
 
 import dataclasses
+import itertools
+import signal
 import threading
 
 import pytest
@@ -255,20 +257,44 @@ def test_threads_share_one_llm(llm: LLM):
 def test_an_interrupt_cancels_the_call_and_keeps_the_llm(monkeypatch):
     llm = make()
     engine = llm._open().engine
-    step, count = engine.step, iter(range(10))
     expected = contents(llm.generate(PROMPTS, GREEDY))
+    real = {name: getattr(engine, name) for name in ("add", "step", "finish")}
+    other = llm.stream("other", GREEDY)
+    texts = [next(other).text]
+    for name, nth in itertools.product(("add", "step", "finish"), range(4)):
+        count = itertools.count()
 
-    def interrupted():
-        if next(count) == 4:
-            raise KeyboardInterrupt
-        return step()
+        def pressed(*args, call=real[name], nth=nth, count=count, **options):
+            if next(count) == nth:
+                signal.raise_signal(signal.SIGINT)
+            return call(*args, **options)
 
-    monkeypatch.setattr(engine, "step", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        llm.generate(PROMPTS, GREEDY)
-    monkeypatch.setattr(engine, "step", step)
+        monkeypatch.setattr(engine, name, pressed)
+        stopped = dataclasses.replace(GREEDY, stop=("a", "e", "i", "o"), max_tokens=3)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(PROMPTS, stopped if name == "finish" else GREEDY)
+            if name == "finish":  # perhaps no stop string came up
+                signal.raise_signal(signal.SIGINT)
+        monkeypatch.setattr(engine, name, real[name])
+        assert llm._driver.num_running <= 1
+    texts += [chunk.text for chunk in other]
+    assert "".join(texts) == llm.generate("other", GREEDY)[0].text
     assert idle(llm)
     assert contents(llm.generate(PROMPTS, GREEDY)) == expected
+
+
+def test_a_second_interrupt_does_not_wait(monkeypatch):
+    llm = make()
+
+    def hanging():
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        raise AssertionError("still here")
+
+    monkeypatch.setattr(llm._open().engine, "step", hanging)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate("x", GREEDY)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_close_is_final_and_idempotent():
