@@ -1,0 +1,147 @@
+"""Do the tests notice?  Puts hand-made faults into a copy of the code, one at a time; runs tests.
+
+    python tools/mutate.py [--only NAME ...] [--jobs N]
+
+tools/mutations.toml lists the faults: a file, the exact text that is there, what replaces it, why
+that is wrong, and the tests that should turn red.  Exit code 0: at least 95 % did.  1: fewer.  2: a
+text was not found exactly once, or the tests are not green without a fault; then the result would
+mean nothing.
+"""
+
+import argparse
+import concurrent.futures
+import dataclasses
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import tomllib
+from collections.abc import Iterable
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+NEEDED = 0.95  # share of the faults that must be noticed
+TIMEOUT_S = 600  # a fault that makes the tests hang is noticed too
+_FAILED, _GREEN = 1, 0  # pytest's exit codes
+
+
+@dataclasses.dataclass(frozen=True)
+class Mutation:
+    name: str
+    file: str
+    find: str  # occurs exactly once in `file`
+    replace: str
+    why: str
+    tests: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    mutation: Mutation
+    killed: bool
+    detail: str  # the first test that failed, or why there is none
+
+
+class BadMutation(Exception):
+    """The list does not fit the code."""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--only", nargs="*", default=(), help="names of faults to try")
+    parser.add_argument("--jobs", type=int, default=1, help="faults tried at the same time")
+    args = parser.parse_args()
+    try:
+        mutations = load(ROOT / "tools" / "mutations.toml", args.only)
+        check_texts(mutations)
+        check_green({test for mutation in mutations for test in mutation.tests})
+        verdicts = run(mutations, args.jobs)
+    except BadMutation as error:
+        print(f"mutate: {error}", file=sys.stderr)
+        return 2
+    killed = sum(verdict.killed for verdict in verdicts)
+    print(f"{killed} of {len(verdicts)} faults noticed ({killed / len(verdicts):.1%})")
+    for verdict in verdicts:
+        if not verdict.killed:
+            print(f"survived: {verdict.mutation.name}: {verdict.mutation.why}")
+    return 0 if killed >= NEEDED * len(verdicts) else 1
+
+
+def load(path: Path, only: Iterable[str] = ()) -> list[Mutation]:
+    entries = tomllib.loads(path.read_text())
+    groups = {name: tuple(tests) for name, tests in entries["tests"].items()}
+    mutations = [
+        Mutation(**(entry | {"tests": groups[entry["tests"]]})) for entry in entries["mutation"]
+    ]
+    names = [mutation.name for mutation in mutations]
+    if doubled := {name for name in names if names.count(name) > 1}:
+        raise BadMutation(f"two faults have the name {sorted(doubled)}")
+    if unknown := set(only) - set(names):
+        raise BadMutation(f"no fault has the name {sorted(unknown)}")
+    return [mutation for mutation in mutations if not only or mutation.name in only]
+
+
+def check_texts(mutations: list[Mutation]) -> None:
+    """Raises BadMutation naming every fault whose text is not in its file exactly once."""
+    lost = []
+    for mutation in mutations:
+        count = (ROOT / mutation.file).read_text().count(mutation.find)
+        if count != 1 or mutation.find == mutation.replace:
+            lost.append(f"{mutation.name}: its text occurs {count} times in {mutation.file}")
+    if lost:
+        raise BadMutation("the list does not fit the code, update it:\n  " + "\n  ".join(lost))
+
+
+def check_green(tests: set[str]) -> None:
+    with tempfile.TemporaryDirectory(prefix="mutate-") as folder:
+        copy_tree(Path(folder))
+        done = pytest(Path(folder), sorted(tests))
+    if done.returncode != _GREEN:
+        raise BadMutation(f"the tests are not green without a fault:\n{done.stdout[-3000:]}")
+
+
+def run(mutations: list[Mutation], jobs: int) -> list[Verdict]:
+    with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
+        verdicts = []
+        for verdict in pool.map(attempt, mutations):
+            verdicts.append(verdict)
+            word = "noticed " if verdict.killed else "SURVIVED"
+            print(f"{word} {verdict.mutation.name}: {verdict.detail}", flush=True)
+    return verdicts
+
+
+def attempt(mutation: Mutation) -> Verdict:
+    """Raises BadMutation when pytest could not even run the tests."""
+    with tempfile.TemporaryDirectory(prefix="mutate-") as folder:
+        copy_tree(Path(folder))
+        target = Path(folder) / mutation.file
+        target.write_text(target.read_text().replace(mutation.find, mutation.replace))
+        try:
+            done = pytest(Path(folder), mutation.tests)
+        except subprocess.TimeoutExpired:
+            return Verdict(mutation, True, f"still running after {TIMEOUT_S} s")
+    if done.returncode == _GREEN:
+        return Verdict(mutation, False, "all tests green")
+    failed = [line for line in done.stdout.splitlines() if line.startswith("FAILED ")]
+    if done.returncode != _FAILED or not failed:
+        raise BadMutation(f"{mutation.name}: tests did not run:\n{done.stdout[-3000:]}")
+    return Verdict(mutation, True, failed[0].removeprefix("FAILED ")[:150])
+
+
+def copy_tree(folder: Path) -> None:
+    """The files of the working tree that are the project's own."""
+    keep_out = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "dist")
+    shutil.copytree(ROOT, folder, ignore=keep_out, dirs_exist_ok=True)
+
+
+def pytest(folder: Path, tests: Iterable[str]) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
+    environment = os.environ | {"PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
+    return subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
