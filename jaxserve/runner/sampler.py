@@ -16,6 +16,7 @@ from jax import lax
 from jaxserve.batch.step import SampleInputs
 from jaxserve.request import GREEDY_TEMPERATURE
 from jaxserve.runner.sampling import blocks as blk
+from jaxserve.runner.sampling.blocks import Blocks
 from jaxserve.runner.sampling.draw import Options, draw, uniform
 from jaxserve.runner.sampling.logprobs import logprobs
 from jaxserve.runner.sampling.penalties import add_counts, adjust, seed_counts
@@ -32,25 +33,22 @@ class Sampled(NamedTuple):
 
 def greedy(logits: jax.Array, vocab_size: int) -> Sampled:
     """The most likely token of each row of `logits` [R, V]; of equal ones the lowest id."""
-    blocks = blk.to_blocks(logits, vocab_size)
-    token, peak = blk.best(blocks)
-    return _sampled(token, peak, _broken(blocks, vocab_size))
+    token, peak = blk.best(blk.to_blocks(logits, vocab_size))
+    return _sampled(token, peak, _broken(logits, vocab_size))
 
 
 def random(logits: jax.Array, x: SampleInputs, vocab_size: int) -> Sampled:
     """Temperature, top-k, top-p and min-p; `logits` [R, V]."""
-    blocks = blk.to_blocks(logits, vocab_size)
-    return _sample(blocks, _broken(blocks, vocab_size), x, vocab_size)
+    return _sample(blk.to_blocks(logits, vocab_size), _broken(logits, vocab_size), x, vocab_size)
 
 
 def full(logits: jax.Array, counts: jax.Array, x: SampleInputs, vocab_size: int) -> Sampled:
     """Every option; `logits` [R, V], `counts` i32[R, V] the token counts of the rows' seats."""
-    broken = _broken(blk.to_blocks(logits, vocab_size), vocab_size)
     adjusted = adjust(logits.astype(jnp.float32), counts, x)
-    return _sample(blk.to_blocks(adjusted, vocab_size), broken, x, vocab_size)
+    return _sample(blk.to_blocks(adjusted, vocab_size), _broken(logits, vocab_size), x, vocab_size)
 
 
-def _sample(blocks: jax.Array, broken: jax.Array, x: SampleInputs, vocab_size: int) -> Sampled:
+def _sample(blocks: Blocks, broken: jax.Array, x: SampleInputs, vocab_size: int) -> Sampled:
     token, peak = blk.best(blocks)
     active = (x.temperature >= GREEDY_TEMPERATURE) & ~broken & (peak > -jnp.inf)
 
@@ -72,8 +70,16 @@ def _sampled(token: jax.Array, peak: jax.Array, broken: jax.Array) -> Sampled:
     return Sampled(jnp.where(bad, 0, token), bad)
 
 
-def _broken(blocks: jax.Array, vocab_size: int) -> jax.Array:
-    """bool[R]: some logit below `vocab_size` is infinite or not a number."""
-    outside = blk.token_ids(blocks) >= vocab_size
-    # 0 times a number is 0, and 0 times anything else is not; a maximum would lose the NaN
-    return jnp.where(outside, 0.0, blocks * 0.0).sum(axis=2).sum(axis=1) != 0
+def _broken(logits: jax.Array, vocab_size: int) -> jax.Array:
+    """bool[R]: some logit below `vocab_size` is infinite or not a number.
+
+    A plain sum is the fastest reduction there is, and finite for all but strange rows; a maximum
+    would lose a NaN.
+    """
+    strange = ~jnp.isfinite(logits.astype(jnp.float32).sum(axis=1))
+
+    def look() -> jax.Array:
+        inside = jnp.arange(logits.shape[1]) < vocab_size
+        return jnp.any(~jnp.isfinite(logits) & inside, axis=1)
+
+    return lax.cond(jnp.any(strange), look, lambda: strange)

@@ -21,6 +21,7 @@ from jax import lax
 from jaxserve.runner.sampling import blocks as blk
 from jaxserve.runner.sampling import filters
 from jaxserve.runner.sampling import weights as wgt
+from jaxserve.runner.sampling.blocks import Blocks
 from jaxserve.runner.sampling.weights import Mass
 
 NARROW = 64  # candidates a row
@@ -53,7 +54,7 @@ def uniform(seed: jax.Array, sample: jax.Array, position: jax.Array) -> jax.Arra
 
 
 def draw(
-    blocks: jax.Array,  # f32[R, blocks, BLOCK]  adjusted logits
+    blocks: Blocks,  # adjusted logits
     peak: jax.Array,  # f32[R]
     active: jax.Array,  # bool[R]  rows that draw; of the others the result means nothing
     x: Options,
@@ -61,34 +62,33 @@ def draw(
 ) -> jax.Array:
     """i32[R]."""
     few = active & (x.top_k <= NARROW)
-    limited = x.top_k < vocab_size
-    nucleus = active & ~limited & (x.top_p < 1)
+    nucleus = active & (x.top_k >= vocab_size) & (x.top_p < 1)
 
     def candidates() -> tuple[jax.Array, jax.Array]:
         values, ids = blk.top(blocks, NARROW)
         return wgt.weigh(values, peak[:, None], x.temperature[:, None]), ids
 
     def no_candidates() -> tuple[jax.Array, jax.Array]:
-        count = min(NARROW, blocks.shape[1] * blk.BLOCK)
-        shape = len(blocks), count
+        rows, *places = blocks.values.shape
+        shape = rows, min(NARROW, places[0] * places[1])
         return jnp.zeros(shape, jnp.uint32), jnp.zeros(shape, jnp.int32)
 
     best, ids = lax.cond(jnp.any(few | nucleus), candidates, no_candidates)
 
     def only_narrow() -> jax.Array:
-        return _narrow(best, ids, few, _nothing(peak), x)[0]
+        nothing = wgt.single(jnp.zeros(peak.shape, jnp.uint32))
+        return _narrow(best, ids, few, nothing, x)[0]
 
     def mixed() -> jax.Array:
-        weights = wgt.weigh(blocks, peak[:, None, None], x.temperature[:, None, None])
-        weights = lax.optimization_barrier(
-            weights
-        )  # computed once, so that all readers see the same bits
-        sums = wgt.block_sums(weights)
-        token, covered = _narrow(best, ids, few, wgt.total(sums), x)
+        values = wgt.to_groups(blocks.values)
+        weights = wgt.weigh(values, wgt.each(peak), wgt.each(x.temperature))
+        weights = lax.optimization_barrier(weights)  # computed once: all readers see the same bits
+        mass = wgt.group_mass(weights)
+        token, covered = _narrow(best, ids, few, wgt.add_up(mass), x)
         wide = active & ~few & ~(nucleus & covered)
         return lax.cond(
             jnp.any(wide),
-            lambda: jnp.where(wide, _wide(blocks, peak, weights, sums, wide, x, vocab_size), token),
+            lambda: jnp.where(wide, _wide(values, peak, weights, mass, wide, x, vocab_size), token),
             lambda: token,
         )
 
@@ -107,29 +107,29 @@ def _narrow(
     """
     count = weights.shape[1]
     weights = jnp.where(few[:, None] & (jnp.arange(count) >= x.top_k[:, None]), 0, weights)
-    mass = wgt.choose(few, _pair_total(weights, True), whole)
+    mass = wgt.choose(few, wgt.total(weights), whole)
     target = filters.wanted(mass, x.top_p)
     mine, other = weights[:, :, None], weights[:, None, :]
     earlier = ids[:, None, :] < ids[:, :, None]
-    before = _pair_total(other, (other > mine) | ((other == mine) & earlier))
-    inside = wgt.less(before, wgt.column(target)) | (few & (x.top_p >= 1))[:, None]
+    before = wgt.total(jnp.where((other > mine) | ((other == mine) & earlier), other, 0))
+    inside = ~wgt.at_most(wgt.column(target), before) | (few & (x.top_p >= 1))[:, None]
     # a token outside may weigh as much as the last candidate, and have a lower id
     strictly = weights > weights[:, -1:]
-    covered = few | wgt.at_most(target, _pair_total(weights, strictly))
+    covered = few | wgt.at_most(target, wgt.total(jnp.where(strictly, weights, 0)))
     kept = jnp.where(inside & (weights >= filters.min_p_floor(x.min_p)[:, None]), weights, 0)
-    rank = wgt.scale(_pair_total(kept, True), x.uniform)
+    rank = wgt.scale(wgt.total(kept), x.uniform)
     other = kept[:, None, :]
-    passed = _pair_total(other, ids[:, None, :] <= ids[:, :, None])
+    passed = wgt.total(jnp.where(ids[:, None, :] <= ids[:, :, None], other, 0))
     reached = ~wgt.at_most(passed, wgt.column(rank)) & (kept > 0)
     last = jnp.iinfo(jnp.int32).max
     return jnp.where(reached, ids, last).min(axis=1), covered
 
 
 def _wide(
-    blocks: jax.Array,  # f32[R, blocks, BLOCK]
+    values: jax.Array,  # f32[R, groups, DEPTH, LANES]
     peak: jax.Array,  # f32[R]
-    weights: jax.Array,  # u32[R, blocks, BLOCK]
-    sums: jax.Array,  # u32[R, blocks]
+    weights: jax.Array,  # u32[R, groups, DEPTH, LANES]
+    mass: Mass,  # [R, groups]
     wide: jax.Array,  # bool[R]
     x: Options,
     vocab_size: int,
@@ -140,40 +140,25 @@ def _wide(
     least = wide & (x.min_p > 0)
 
     def with_top_k(weights: jax.Array) -> jax.Array:
-        count = jnp.where(limited, x.top_k, 1)
-        kept = filters.top_k(weights, blocks, peak, x.temperature, count)
-        return jnp.where(limited[:, None, None], kept, weights)
+        return filters.top_k(weights, values, peak, x.temperature, x.top_k, limited)
 
     def with_top_p(weights: jax.Array) -> jax.Array:
-        mass = wgt.total(wgt.block_sums(weights))
-        kept = filters.top_p(weights, filters.wanted(mass, x.top_p))
-        return jnp.where(nucleus[:, None, None], kept, weights)
+        whole = wgt.add_up(wgt.group_mass(weights))
+        return filters.top_p(weights, whole, filters.wanted(whole, x.top_p), nucleus)
 
     def with_min_p(weights: jax.Array) -> jax.Array:
-        return jnp.where(weights >= filters.min_p_floor(x.min_p)[:, None, None], weights, 0)
+        return jnp.where(weights >= wgt.each(filters.min_p_floor(x.min_p)), weights, 0)
 
     def filtered() -> jax.Array:
         kept = weights
         for rows, keep in ((limited, with_top_k), (nucleus, with_top_p), (least, with_min_p)):
             kept = lax.cond(jnp.any(rows), keep, lambda kept: kept, kept)
-        return _pick(kept, wgt.block_sums(kept), x.uniform)
+        return _pick(kept, wgt.group_mass(kept), x.uniform)
 
     return lax.cond(
-        jnp.any(limited | nucleus | least), filtered, lambda: _pick(weights, sums, x.uniform)
+        jnp.any(limited | nucleus | least), filtered, lambda: _pick(weights, mass, x.uniform)
     )
 
 
-def _pick(weights: jax.Array, sums: jax.Array, uniform: jax.Array) -> jax.Array:
-    rank = wgt.scale(wgt.total(sums), uniform)
-    return wgt.pick(sums, lambda block: blk.at(weights, block), rank)
-
-
-def _nothing(peak: jax.Array) -> Mass:
-    zero = jnp.zeros(peak.shape, jnp.uint32)
-    return Mass(zero, zero)
-
-
-def _pair_total(weights: jax.Array, chosen: jax.Array | bool) -> Mass:
-    """Mass of the last axis where `chosen`."""
-    chosen = jnp.where(chosen, weights, 0)
-    return wgt.total(chosen)
+def _pick(weights: jax.Array, mass: Mass, uniform: jax.Array) -> jax.Array:
+    return wgt.pick(weights, mass, wgt.scale(wgt.add_up(mass), uniform))

@@ -1,34 +1,27 @@
 """Top-k, top-p and min-p as functions from weights to weights: what is not kept gets weight 0.
 
-Nothing here sorts the vocabulary.  The border of a kept set is found by bisection, ties at the
-border are kept from the lowest id on, and a row's border depends on that row alone: rows that are
-done wait, unchanged, for the others.
+Nothing here sorts the vocabulary.  The border of a kept set is found by trying thresholds, ties at
+the border are kept from the lowest id on.  The kept set does not depend on the thresholds tried,
+and a row that is done waits, unchanged, for the others: it depends on that row alone.
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxserve.runner.sampling import blocks as blk
 from jaxserve.runner.sampling import weights as wgt
 from jaxserve.runner.sampling.weights import Mass
 
 _NEGLIGIBLE = 19.0  # exp(-19) is below half a unit of weight
 
 
-def fraction(share: jax.Array) -> jax.Array:
-    """u32: `share` in [0, 1) in units of 2^-32."""
-    clipped = jnp.clip(share, 0.0, 1.0 - 2.0**-24)
-    return (clipped * 2.0**32).astype(jnp.uint32)
-
-
 def wanted(mass: Mass, top_p: jax.Array) -> Mass:
-    """The mass that top-p has to reach: `top_p` of `mass`, at least one unit, so that a token
-    survives.
-    """
-    part = wgt.scale(mass, fraction(top_p))
+    """The mass that top-p has to reach: `top_p` of `mass`, at least 1, so that a token survives."""
+    share = (jnp.clip(top_p, 0.0, 1.0 - 2.0**-24) * 2.0**32).astype(jnp.uint32)
+    part = wgt.scale(mass, share)
     nothing = (part.high == 0) & (part.low == 0)
     return Mass(part.high, jnp.where(nothing, 1, part.low))
 
@@ -39,70 +32,149 @@ def min_p_floor(min_p: jax.Array) -> jax.Array:
 
 
 def top_k(
-    weights: jax.Array,  # u32[R, blocks, BLOCK]
-    values: jax.Array,  # f32[R, blocks, BLOCK]  adjusted logits
+    weights: jax.Array,  # u32[R, groups, DEPTH, LANES]
+    values: jax.Array,  # f32[R, groups, DEPTH, LANES]  adjusted logits
     peak: jax.Array,  # f32[R]
     temperature: jax.Array,  # f32[R]
-    count: jax.Array,  # i32[R]  >= vocabulary: off
+    count: jax.Array,  # i32[R]  below the vocabulary where `rows`
+    rows: jax.Array,  # bool[R]  rows to filter
 ) -> jax.Array:
-    """Keeps the `count` tokens of the highest values.  Below a weight of half a unit the border is
-    not exact: such tokens weigh nothing anyway."""
+    """Keeps the `count` tokens of the highest values.  The border is not exact among tokens that
+    weigh nothing."""
     low = _key(jnp.maximum(peak - _NEGLIGIBLE * temperature, jnp.finfo(jnp.float32).min))
-    high = _key(peak) + 1
+    low = jnp.where(rows, low, 0)
+    high = jnp.where(rows, _key(peak) + 1, 1)
+    width = float(values[0].size)
 
-    def holds(key: jax.Array) -> jax.Array:
-        return _count(values >= _value(key)[:, None, None]) >= count
+    def probe(key: jax.Array) -> "_Probe":
+        found = _count(values >= wgt.each(_value(key)))
+        return _Probe(found >= count, found == count, jnp.log1p(found.astype(jnp.float32)))
 
-    border = _value(_largest(low, high, holds))[:, None, None]
-    ties = (values == border).astype(jnp.uint32)
-    missing = jnp.maximum(count - _count(values > border), 1).astype(jnp.uint32) - 1
-    rank = Mass(missing >> 16, missing & 0xFFFF)
-    last = wgt.pick(wgt.block_sums(ties), lambda block: blk.at(ties, block), rank)
-    kept = (values > border) | ((values == border) & (blk.token_ids(values) <= last[:, None, None]))
-    return jnp.where(kept, weights, 0)
+    goal = jnp.log1p(count.astype(jnp.float32))
+    nothing = jnp.zeros_like(goal)
+    bounds = _Bounds(low, high, jnp.full_like(goal, jnp.log1p(width)), nothing, ~rows)
+    key, exact = _search(bounds, goal, probe, _Scale(_value, _key))
+    border = wgt.each(_value(key))
 
+    def last_tie() -> jax.Array:
+        ties = (values == border).astype(jnp.uint32)
+        missing = jnp.maximum(count - _count(values > border), 1).astype(jnp.uint32)
+        return wgt.pick(ties, wgt.group_mass(ties), wgt.single(missing - 1))
 
-def top_p(weights: jax.Array, target: Mass) -> jax.Array:
-    """Keeps the heaviest tokens of u32[R, blocks, BLOCK], as few as reach `target` (at least 1, at
-    most all).
-    """
-    rows = len(weights)
-
-    def reached(border: jax.Array, *, strict: bool) -> Mass:
-        edge = border[:, None, None]
-        inside = weights > edge if strict else weights >= edge
-        return wgt.total(wgt.block_sums(jnp.where(inside, weights, 0)))
-
-    low = jnp.zeros(rows, jnp.uint32)
-    high = jnp.full(rows, wgt.ONE + 1, jnp.uint32)
-    border = _largest(low, high, lambda edge: wgt.at_most(target, reached(edge, strict=False)))
-    edge = border[:, None, None]
-    ties = jnp.where(weights == edge, weights, 0)
-    missing = wgt.minus(target, reached(border, strict=True))
-    rank = wgt.minus(missing, Mass(jnp.zeros(rows, jnp.uint32), jnp.ones(rows, jnp.uint32)))
-    last = wgt.pick(wgt.block_sums(ties), lambda block: blk.at(ties, block), rank)
-    kept = (weights > edge) | ((weights == edge) & (blk.token_ids(weights) <= last[:, None, None]))
-    return jnp.where(kept, weights, 0)
+    last = _last_tie(exact, last_tie)
+    ids = wgt.token_ids(values)
+    kept = (values > border) | ((values == border) & (ids <= wgt.each(last)))
+    return jnp.where(kept | wgt.each(~rows), weights, 0)
 
 
-def _largest(low: jax.Array, high: jax.Array, holds: Callable[[jax.Array], jax.Array]) -> jax.Array:
-    """u32[R]: the largest key in [low, high) for which `holds`; it holds for `low`, and for no key
-    after the first for which it does not."""
+def top_p(
+    weights: jax.Array,  # u32[R, groups, DEPTH, LANES]
+    mass: Mass,  # [R]  of `weights`
+    target: Mass,  # [R]  at least 1, at most `mass`
+    rows: jax.Array,  # bool[R]  rows to filter
+) -> jax.Array:
+    """Keeps the heaviest tokens, as few as reach `target`."""
 
-    def open_(bounds: tuple[jax.Array, jax.Array]) -> jax.Array:
-        return jnp.any(bounds[1] - bounds[0] > 1)
+    def heavier(edge: jax.Array) -> Mass:
+        inside = jnp.where(weights >= wgt.each(edge), weights, 0)
+        return wgt.add_up(wgt.group_mass(inside))
 
-    def halve(bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        low, high = bounds
-        middle = low + (high - low) // 2
-        above = holds(middle) | (middle == low)
-        return jnp.where(above, middle, low), jnp.where(above, high, middle)
+    def probe(edge: jax.Array) -> "_Probe":
+        found = heavier(edge)
+        reached = wgt.at_most(target, found)
+        # no token weighs less than `edge`: without any one of them the target would be missed
+        exact = reached & ~wgt.at_most(wgt.single(edge), wgt.minus(found, target))
+        return _Probe(reached, exact, wgt.to_float(found))
 
-    return lax.while_loop(open_, halve, (low, high))[0]
+    low = jnp.zeros(rows.shape, jnp.uint32)
+    high = jnp.where(rows, jnp.uint32(wgt.ONE + 1), 1)
+    whole = wgt.to_float(mass)
+    bounds = _Bounds(low, high, whole, jnp.zeros_like(whole), ~rows)
+    border, exact = _search(bounds, wgt.to_float(target), probe, _Scale(_log, _exp))
+    edge = wgt.each(border)
+
+    def last_tie() -> jax.Array:
+        ties = jnp.where(weights == edge, weights, 0)
+        before = wgt.choose(exact, Mass(*map(jnp.zeros_like, target)), heavier(border + 1))
+        missing = wgt.minus(target, before)
+        return wgt.pick(ties, wgt.group_mass(ties), wgt.minus(missing, wgt.single(low + 1)))
+
+    last = _last_tie(exact, last_tie)
+    ids = wgt.token_ids(weights)
+    kept = (weights > edge) | ((weights == edge) & (ids <= wgt.each(last)))
+    return jnp.where(kept | wgt.each(~rows), weights, 0)
+
+
+class _Scale(NamedTuple):
+    """A scale on which what is measured runs more evenly than over keys."""
+
+    of_key: Callable[[jax.Array], jax.Array]  # u32 -> f32
+    to_key: Callable[[jax.Array], jax.Array]  # f32 -> u32
+
+
+class _Probe(NamedTuple):
+    """What a threshold keeps."""
+
+    enough: jax.Array  # bool[R]
+    exact: jax.Array  # bool[R]  enough, and not one token too many
+    measure: jax.Array  # f32[R]
+
+
+class _Bounds(NamedTuple):
+    """The border lies in [low, high): `low` keeps enough, `high` does not."""
+
+    low: jax.Array  # u32[R]
+    high: jax.Array  # u32[R]
+    low_measure: jax.Array  # f32[R]
+    high_measure: jax.Array  # f32[R]
+    exact: jax.Array  # bool[R]
+
+
+def _search(
+    bounds: _Bounds,
+    goal: jax.Array,  # f32[R]  measure to reach
+    probe: Callable[[jax.Array], _Probe],
+    scale: _Scale,
+) -> tuple[jax.Array, jax.Array]:
+    """The border u32[R]: the largest key that keeps enough, or any key that keeps exactly enough
+    (bool[R] says which).  Thresholds are interpolated, and halved in every second round, which
+    bounds the rounds by twice the bits of a key."""
+
+    def unfinished(state: tuple[jax.Array, _Bounds]) -> jax.Array:
+        return jnp.any(state[1].high - state[1].low > 1)
+
+    def narrow(state: tuple[jax.Array, _Bounds]) -> tuple[jax.Array, _Bounds]:
+        turn, b = state
+        done = b.high - b.low <= 1
+        share = (b.low_measure - goal) / (b.low_measure - b.high_measure)
+        start, end = scale.of_key(b.low), scale.of_key(b.high)
+        guess = scale.to_key(start + jnp.clip(share, 0.0, 1.0) * (end - start))
+        middle = b.low + (b.high - b.low) // 2
+        key = jnp.where(turn % 2 == 0, jnp.clip(guess, b.low + 1, b.high - 1), middle)
+        found = probe(key)
+        up, hit = ~done & found.enough, ~done & found.exact
+        down = ~done & ~found.enough
+        return turn + 1, _Bounds(
+            low=jnp.where(up, key, b.low),
+            high=jnp.where(hit, key + 1, jnp.where(down, key, b.high)),
+            low_measure=jnp.where(up, found.measure, b.low_measure),
+            high_measure=jnp.where(down, found.measure, b.high_measure),
+            exact=b.exact | hit,
+        )
+
+    _, found = lax.while_loop(unfinished, narrow, (jnp.int32(0), bounds))
+    return found.low, found.exact
+
+
+def _last_tie(exact: jax.Array, find: Callable[[], jax.Array]) -> jax.Array:
+    """i32[R]: the last id kept among ties at the border; all of them where `exact`."""
+    every = jnp.full(exact.shape, jnp.iinfo(jnp.int32).max, jnp.int32)
+    return lax.cond(jnp.all(exact), lambda: every, lambda: jnp.where(exact, every, find()))
 
 
 def _count(flags: jax.Array) -> jax.Array:
-    return flags.sum(axis=2, dtype=jnp.int32).sum(axis=1, dtype=jnp.int32)
+    """i32[R] of bool[R, groups, DEPTH, LANES]."""
+    return flags.sum(axis=2, dtype=jnp.int32).sum(axis=(1, 2), dtype=jnp.int32)
 
 
 def _key(value: jax.Array) -> jax.Array:
@@ -115,3 +187,11 @@ def _value(key: jax.Array) -> jax.Array:
     """Inverse of `_key`."""
     bits = jnp.where(key >> 31, key & jnp.uint32(2**31 - 1), ~key)
     return lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def _log(key: jax.Array) -> jax.Array:
+    return jnp.log(jnp.maximum(key.astype(jnp.float32), 0.5))
+
+
+def _exp(value: jax.Array) -> jax.Array:
+    return jnp.exp(value).astype(jnp.uint32)

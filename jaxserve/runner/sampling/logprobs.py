@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxserve.runner.sampling import blocks as blk
+from jaxserve.runner.sampling import weights as wgt
 
 TOP = 20  # most likely tokens reported for a row
 
@@ -19,14 +20,14 @@ def logprobs(
     first.  Finite for finite logits; what is below the float32 range is its lowest number.
     """
     blocks = blk.to_blocks(logits, vocab_size)
-    ids = blk.token_ids(blocks)
     values, top_ids = blk.top(blocks, min(TOP, vocab_size))
     peak = values[:, :1]
-    mass = jnp.exp(blocks - peak[:, :, None]).sum(axis=2).sum(axis=1)
+    mass = jnp.exp(blocks.values - peak[:, :, None]).sum(axis=2).sum(axis=1)
     target = jnp.take_along_axis(logits, targets[:, None], axis=1).astype(jnp.float32)
-    edge = target[:, :, None]  # [R, 1, 1]
-    ahead = (blocks > edge) | ((blocks == edge) & (ids < targets[:, None, None]))
-    rank = ahead.sum(axis=2, dtype=jnp.int32).sum(axis=1, dtype=jnp.int32) + 1
+    places = wgt.to_groups(blocks.values)
+    edge, edge_id = wgt.each(target[:, 0]), wgt.each(targets)
+    ahead = (places > edge) | ((places == edge) & (wgt.token_ids(places) < edge_id))
+    rank = ahead.sum(axis=2, dtype=jnp.int32).sum(axis=(1, 2), dtype=jnp.int32) + 1
 
     def log_share(value: jax.Array) -> jax.Array:
         lowest = jnp.finfo(jnp.float32).min
