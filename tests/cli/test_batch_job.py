@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from jaxserve.config import EngineConfig
 from jaxserve.llm import LLM
@@ -475,3 +477,23 @@ def test_the_summary_goes_to_stderr_without_json(run, files: Files):
     ran = run()
     assert ran.out == ""
     assert "1 done, 1 failed of 2 lines" in ran.err
+
+
+@settings(derandomize=True, deadline=None)
+@given(
+    name=st.one_of(st.text(max_size=5), st.integers(), st.none(), st.just("x" * 600)),
+    more=st.sampled_from(
+        ["", ', "a": NaN', ', "custom_id": "b"', ', "p": "\\ud800"', ', "p": 1e999']
+    ),
+    plain=st.booleans(),
+)
+def test_b79_the_first_look_misses_no_id(name: object, more: str, plain: bool):
+    text = f'{{"custom_id": {json.dumps(name)}{more}' + ("}" if plain else ', "body": {}}')
+    line = jsonl.Line(3, text.encode())
+    strict_id = reader._custom_id(line)
+    assert strict_id is None or reader._quick_id(line) == strict_id
+
+
+@pytest.mark.parametrize("bad", [line for line, _, _ in BAD if isinstance(line, bytes)])
+def test_b83_the_first_look_survives_every_bad_line(bad: bytes):
+    assert reader._quick_id(jsonl.Line(1, bad)) in (None, "line-1")
