@@ -1,14 +1,16 @@
 """Runs the chat template of a model.
 
 A template is a program from a file that somebody downloaded, fed with what somebody else typed: it
-runs in Jinja's sandbox, with a bounded number of loop turns, bounded strings and a deadline.  What
-it may use is what `transformers.apply_chat_template` gives it, so that templates written for that
+runs in Jinja's sandbox, with a bounded number of loop turns, a deadline, and a bound on what
+operators and loops build (a single method or filter, such as `replace`, is not bounded).  What it
+may use is what `transformers.apply_chat_template` gives it, so that templates written for that
 render the same text.
 """
 
 import datetime
 import functools
 import json
+import re
 import time
 from collections.abc import Mapping, Sized
 from typing import Any, cast
@@ -20,13 +22,13 @@ import jinja2.parser
 import jinja2.sandbox
 import jinja2.utils
 
-MAX_CHARS = (
-    4 * 1024 * 1024
-)  # of the rendered text, and of any text that an operator makes on the way
+# Of the rendered text, and of what any operator makes on the way.
+MAX_CHARS = 4 * 1024 * 1024
 MAX_TURNS = 200_000  # of all loops and macros of one rendering
 MAX_SECONDS = 5.0
 _TICK = "jaxserve_tick"  # the call that is put into every loop and macro
 _JOIN = "jaxserve_join"  # what stands for the operator ~
+_WIDE = re.compile(r"%[^%a-zA-Z]*(\d{4}|\*)")  # a width or precision
 
 
 def render(source: str, variables: Mapping[str, Any]) -> str:
@@ -75,8 +77,8 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
             _Limits.check_length(_size(left) * _factor(right) + _size(right) * _factor(left))
         if operator == "**" and (abs(left) > MAX_TURNS or abs(right) > 64):
             raise jinja2.TemplateError("it raises a number to a large power")
-        if operator == "%" and isinstance(left, str):
-            raise jinja2.TemplateError("it formats text with %, which is not bounded; use ~")
+        if operator == "%" and isinstance(left, str) and _WIDE.search(left):
+            raise jinja2.TemplateError("it formats text with a width of more than 999")
         value = super().call_binop(context, operator, left, right)
         _Limits.check_length(_size(value))
         return value

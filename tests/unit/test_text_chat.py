@@ -95,6 +95,31 @@ def test_b75_the_template_alone_decides_about_bos(tokenizers_):
     assert tokenizer.encode(_rendered(tokenizer, _messages(["Hello"]))) == ids
 
 
+def test_b75_a_template_without_bos_gives_none(tmp_path):
+    backend = families.sentencepiece()
+    tokenizer = load_tokenizer(
+        write_folder(tmp_path, backend, tokenizer_config={"chat_template": families.CHATML})
+    )
+    assert tokenizer.encode("x")[0] == 1
+    assert 1 not in render_chat(tokenizer, _messages(["x"]))
+
+
+def test_b76_of_two_special_tokens_at_one_place_the_longer_counts(tmp_path):
+    """As the library does it, in the template and in a message; keys of a message count too."""
+    backend = families.byte_level()
+    backend.add_special_tokens(["<a>", "<a>b"])
+    source = "<a>b<a>c{{ messages[0] | tojson }}"
+    folder = write_folder(tmp_path, backend, tokenizer_config={"chat_template": source})
+    tokenizer = load_tokenizer(folder)
+    message = {"role": "user", "content": "<a>b<a>c", "<a>b": ["<a>"]}
+    ids = render_chat(tokenizer, [message])
+    short, long = tokenizer.special_ids["<a>"], tokenizer.special_ids["<a>b"]
+    assert ids[:2] == [long, short]
+    assert not {short, long} & set(ids[2:])
+    text = tokenizer.decode(ids, skip_special=False)
+    assert text == _rendered(tokenizer, [message])
+
+
 def test_content_parts_are_joined(tokenizers_):
     tokenizer = tokenizers_["byte_level"]
     parts = [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]
@@ -156,7 +181,8 @@ def _doubling(operator):
         ("{{ 'a' * 10000000 }}", "characters"),
         ("{{ ([1] * 10000000) | length }}", "characters"),
         ("{{ 10 ** 10000000 }}", "power"),
-        ("{{ '%0999999999d' % 1 }}", "not bounded"),
+        ("{{ '%0999999999d' % 1 }}", "width"),
+        ("{{ '%.*f' % (99999999, 1.0) }}", "width"),
         (
             _doubling("~"),
             "characters",
@@ -189,6 +215,7 @@ def test_templates_that_fail_or_never_end_are_refused(source, match):
             "{{ 'a' ~ 1 ~ none }}{{ 'b' + 'c' }}{{ '-' * 3 }}{{ 7 % 4 }}{{ 2 ** 3 }}",
             "a1Nonebc---38",
         ),
+        ("{{ '%s: %03d%%' % ('a', 7) }}", "a: 007%"),
         ("{{ missing }}{{ tools is defined and tools }}", "False"),
         (
             "{% macro m(t) %}[{{ t }}{{ caller() }}]{% endmacro %}{% call m('x') %}y{% endcall %}",

@@ -16,9 +16,9 @@ from tests.unit.text_families import family, write_folder, write_gguf
 LAW = settings(derandomize=True, deadline=None, max_examples=60)
 TEXTS = st.one_of(
     st.text(max_size=60),
-    st.lists(st.sampled_from([*" \n\t09'aZ.é你😀", "  ", "\r\n", " the", "12"]), max_size=40).map(
-        "".join
-    ),
+    st.lists(
+        st.sampled_from([*" \n\t09'aZ.é你😀", "  ", "\r\n", " the", "12", "e\u0301"]), max_size=40
+    ).map("".join),
 )
 LOSSLESS = ["byte_level", "sentencepiece", "gemma"]
 
@@ -157,6 +157,35 @@ def test_each_kind_of_byte_level_gguf_cuts_words_in_its_own_way(tmp_path):
         words = backend.pre_tokenizer.pre_tokenize_str(text_seen)
         cuts.add(tuple(word for word, _ in words))
     assert len(cuts) == 4
+
+
+@pytest.mark.parametrize(("kind", "whole"), [("llama-bpe", True), ("gpt-2", False)])
+def test_only_llama3_takes_a_word_that_is_a_token_whatever_the_merges_say(tmp_path, kind, whole):
+    spec = json.loads(families.byte_level().to_str())
+    token = spec["model"]["vocab"]["zqx"] = len(spec["model"]["vocab"])
+    backend = families.tokenizers.Tokenizer.from_str(json.dumps(spec))
+    tokenizer = load_tokenizer(write_gguf(tmp_path / "m.gguf", backend, "gpt2", pre=kind))
+    assert (tokenizer.encode("zqx") == [token]) == whole
+
+
+def test_user_defined_tokens_of_a_gguf_are_found_and_have_text(tmp_path):
+    spec = json.loads(families.byte_level().to_str())
+    token = spec["model"]["vocab"]["<think>"] = len(spec["model"]["vocab"])
+    mark = {**spec["added_tokens"][0], "id": token, "content": "<think>", "special": False}
+    spec["added_tokens"].append(mark)
+    backend = families.tokenizers.Tokenizer.from_str(json.dumps(spec))
+    tokenizer = load_tokenizer(write_gguf(tmp_path / "m.gguf", backend, "gpt2"))
+    ids = tokenizer.encode("a<think>b<|im_end|>")
+    assert ids == backend.encode("a<think>b<|im_end|>").ids
+    assert token in ids
+    assert tokenizer.decode(ids) == "a<think>b"
+
+
+def test_b65_padding_of_a_gguf_vocabulary_is_no_vocabulary(tmp_path):
+    backend = families.byte_level()
+    tokenizer = load_tokenizer(write_gguf(tmp_path / "m.gguf", backend, "gpt2", padding=7))
+    assert tokenizer.vocab_size == backend.get_vocab_size()
+    assert tokenizer.decode([tokenizer.vocab_size]) == ""
 
 
 def test_unknown_kinds_of_gguf_are_refused_with_their_name(tmp_path):

@@ -118,14 +118,17 @@ def write_folder(folder: Path, backend: tokenizers.Tokenizer, **files: Any) -> P
 
 
 def write_gguf(path: Path, backend: tokenizers.Tokenizer, model: str, **values: Any) -> Path:
-    """`values`: more keys of tokenizer.ggml; `scores=True` writes scores in place of merges."""
+    """`values`: more keys of tokenizer.ggml; `scores=True` writes scores in place of merges,
+    `padding=n` adds n unused tokens at the end."""
     spec = json.loads(backend.to_str())
-    special = {entry["content"] for entry in spec["added_tokens"]}
+    special = {entry["content"]: 3 if entry["special"] else 4 for entry in spec["added_tokens"]}
+    padding = values.pop("padding", 0)
     tokens = sorted(spec["model"]["vocab"], key=spec["model"]["vocab"].__getitem__)
     kinds = [
-        2 if text == "<unk>" else 3 if text in special else 6 if text in BYTES else 1
+        2 if text == "<unk>" else special.get(text) or (6 if text in BYTES else 1)
         for text in tokens
-    ]
+    ] + [5] * padding
+    tokens += [f"[PAD{number}]" for number in range(padding)]
     merges = [" ".join(pair) for pair in spec["model"]["merges"]]
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_tokenizer_model(model)
