@@ -2,12 +2,15 @@
 
 import functools
 import json
+import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import gguf
 import tokenizers
+from hypothesis import settings
+from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from jaxserve.text.tokenizer import Tokenizer, load_tokenizer
@@ -19,6 +22,13 @@ CORPUS = [
     "Übergröße, café, naïve; 你好世界，你好。한국어 텍스트 😀 👩‍👩‍👧",
     "one two  three   four    five\t\tsix \n seven\r\neight ...  nine .",
 ] * 4
+LAW = settings(derandomize=True, deadline=None, max_examples=60)
+TEXTS = st.one_of(
+    st.text(max_size=60),
+    st.lists(
+        st.sampled_from([*" \n\t09'aZ.é你😀", "  ", "\r\n", " the", "12", "e\u0301"]), max_size=40
+    ).map("".join),
+)
 MARKS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 CHATML = (
@@ -154,7 +164,16 @@ def write_gguf(path: Path, backend: tokenizers.Tokenizer, model: str, **values: 
 @functools.cache
 def family(name: str) -> Tokenizer:
     """The tokenizer of a family, loaded as a user loads it."""
-    import tempfile
-
     with tempfile.TemporaryDirectory() as folder:
         return load_tokenizer(write_folder(Path(folder), FAMILIES[name]()))
+
+
+def assert_equal(first: Tokenizer, second: Tokenizer) -> None:
+    """Same facts, and same ids and text for texts of every kind."""
+    for name in ("vocab_size", "eos_ids", "chat_template", "named_tokens", "special_ids"):
+        assert getattr(first, name) == getattr(second, name), name
+    for text in ["", "Hello world", "a <s>b</s> 12\n\n3", "<|im_end|> x", "你好 😀"]:
+        for parse in (True, False):
+            ids = first.encode(text, parse_special=parse)
+            assert ids == second.encode(text, parse_special=parse)
+            assert first.decode(ids) == second.decode(ids)
