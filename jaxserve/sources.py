@@ -52,10 +52,10 @@ def resolve(name: str, *, cache_dir: Path | None = None, progress: Progress = ba
     cache = cache_dir or default_cache()
     if name.lower() == DEFAULT:
         return pull(SMOLLM2, cache, progress=progress)
-    if name.startswith("gs://"):
+    if "://" in name:
         return _stand_in(name.rstrip("/"), cache)
     path = Path(name).expanduser()
-    if path.exists():
+    if name and path.exists():
         return _local(path)
     if _HUB_NAME.fullmatch(name) and path.suffix != ".gguf":
         return _from_hub(name, cache)
@@ -127,9 +127,9 @@ def _stand_in(address: str, cache: Path) -> Path:
 
     from model_zoo.weights.manifest import Manifest, read_manifest, write_manifest
 
-    remote = epath.Path(address)
     local = cache / "remote" / re.sub(r"[^\w.-]+", "_", address)
     try:
+        remote = epath.Path(address)
         manifest = read_manifest(remote)
         local.mkdir(parents=True, exist_ok=True)
         for name in MODEL_FILES:

@@ -1,0 +1,102 @@
+"""jaxserve model inspect | convert | pull, as their users meet them."""
+
+import argparse
+import dataclasses
+import json
+
+import pytest
+
+from jaxserve.cli import common, model
+from jaxserve.inspect_model import describe
+from model_zoo.weights import open_checkpoint
+from tests.models import weight_files as files
+from tests.reference import tiny
+
+CONFIG = files.CONFIG | {"rope_scaling": {"type": "linear", "factor": 4.0}}
+WEIGHTS = tiny.make_weights(CONFIG, seed=1)
+
+
+def run(*words):
+    parser = argparse.ArgumentParser()
+    model.register(parser.add_subparsers(required=True))
+    args = parser.parse_args(["model", *map(str, words)])
+    return args.func(args)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return files.write_folder(tmp_path_factory.mktemp("model"), CONFIG, WEIGHTS)
+
+
+def test_inspect_counts_what_is_there(folder, capsys):
+    assert run("inspect", folder, "--json") == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["parameters"] == sum(array.size for array in WEIGHTS.values())
+    assert facts["stored"] == {"float32": facts["parameters"]}
+    assert facts["supported"] is True
+    assert facts["tied"] is True
+    assert facts["rope"] == {"type": "linear", "theta": 10_000.0 * 10, "factor": 4.0}
+    layers, kv_heads, head_dim = 2, 3, 8
+    assert facts["kv_bytes_per_token"]["bfloat16"] == 2 * layers * kv_heads * head_dim * 2
+    assert facts["kv_bytes_per_token"]["float32"] == 2 * layers * kv_heads * head_dim * 4
+    assert facts["context_length"] == CONFIG["max_position_embeddings"]
+    sizes = ("layers", "hidden_size", "mlp_size", "heads", "kv_heads", "head_dim", "vocab_size")
+    assert [facts[size] for size in sizes] == [2, 72, 96, 9, 3, 8, 64]
+
+
+def test_inspect_is_readable(folder, capsys):
+    assert run("inspect", folder) == 0
+    lines = dict(line.split("  ", 1) for line in capsys.readouterr().out.splitlines())
+    assert lines["supported"].strip() == "yes"
+    assert lines["rope"].strip() == "type linear, theta 100000.0, factor 4.0"
+
+
+def test_inspect_reads_no_weights(folder):
+    def read(name):
+        raise AssertionError(f"read {name}")
+
+    checkpoint = dataclasses.replace(open_checkpoint(folder), read=read)
+    assert describe(checkpoint)["layers"] == 2
+
+
+def test_inspect_says_what_is_not_supported(tmp_path, capsys):
+    other = files.write_folder(tmp_path, CONFIG | {"model_type": "gpt9"}, WEIGHTS)
+    assert run("inspect", other, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["supported"] is False
+
+
+def test_a_rope_in_the_words_of_transformers_5_is_read(tmp_path, capsys):
+    parameters = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0}
+    config = CONFIG | {"rope_parameters": parameters, "rope_scaling": None}
+    del config["rope_theta"]
+    assert run("inspect", files.write_folder(tmp_path, config, WEIGHTS), "--json") == 0
+    rope = json.loads(capsys.readouterr().out)["rope"]
+    assert rope == {"type": "llama3", "theta": 5e5, "factor": 8.0}
+
+
+def test_convert_writes_and_refuses(folder, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert run("convert", folder, out, "--format", "orbax") == 0
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert str(out) in captured.err
+    assert set(open_checkpoint(out).infos) == set(WEIGHTS)
+    with pytest.raises(common.UsageError, match="add --force"):
+        run("convert", folder, out, "--format", "orbax")
+
+
+def test_errors_are_one_line(tmp_path):
+    (tmp_path / "x.gguf").write_bytes(b"not\na\nmodel")
+    for words in (
+        ("inspect", tmp_path / "x.gguf"),
+        ("inspect", tmp_path / "nothing"),
+        ("pull", "no/such/model"),
+    ):
+        with pytest.raises(common.UsageError) as caught:
+            run(*words)
+        assert "\n" not in str(caught.value)
+
+
+def test_pull_prints_the_path(folder, capsys):
+    assert run("pull", folder) == 0
+    assert capsys.readouterr().out == f"{folder}\n"
