@@ -188,7 +188,7 @@ class Engine:
         scheduled = time.perf_counter()
         for request in plan.preempted:
             self._prompts.drop(request)
-        if not plan.chunks:
+        if not plan.num_tokens:
             if self._flight is None and self.has_work:
                 raise RuntimeError(f"no request can run: {running} running, {waiting} waiting")
             return None
@@ -220,10 +220,9 @@ class Engine:
         if flight.targets:
             self._prompts.collect(flight.targets, result.scores)
         count = batch.num_samples
-        bad = frozenset(result.bad[:count].nonzero()[0].tolist())
-        outputs = self.scheduler.update(plan.chunks, result.tokens[:count].tolist(), bad)
+        outputs = self.scheduler.update(plan, result.tokens[:count], result.bad[:count])
         if batch.logprobs or len(self._prompts):
-            rows = (chunk.request for chunk in plan.chunks if chunk.samples)
+            rows = [*plan.decodes.requests, *(c.request for c in plan.chunks if c.samples)]
             outputs = attach(outputs, rows, result.logprobs, self._prompts)
         if self._followers:
             for request, start, num_tokens, _, _ in plan.chunks:
@@ -265,7 +264,7 @@ class Engine:
         record = StepRecord(
             step=self.stats.steps,
             bucket=plan.bucket,
-            rows=len(plan.chunks),
+            rows=plan.decode_tokens + len(plan.chunks),
             sampler=flight.batch.sampler,
             decode_tokens=plan.decode_tokens,
             prefill_tokens=prefill,

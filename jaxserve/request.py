@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import NamedTuple, cast
 
+import numpy as np
+
 MAX_STOP_IDS = 16  # stop_token_ids a request may name beside the model's own EOS ids
 MAX_BIAS = 300  # logit_bias entries
 MAX_LOGPROBS = 20
@@ -127,10 +129,20 @@ class Status(enum.Enum):
     FINISHED = "finished"
 
 
+class SeatProgress:
+    """Progress of the requests that run, by seat: a step moves hundreds of them on at once."""
+
+    def __init__(self, seats: int) -> None:
+        self.computed = np.zeros(seats, np.int32)
+        self.in_flight = np.zeros(seats, np.int32)
+
+
 @dataclasses.dataclass(eq=False, slots=True)
 class Request:
     """`num_computed` tokens have their KV in the cache (or in a step already dispatched); the
     step's job is to catch up with `num_tokens`.  `eq=False`: a request is itself, not its contents.
+
+    Progress belongs to the seat: without one, nothing is computed.
     """
 
     number: int  # unique in the engine, never the client's
@@ -144,8 +156,6 @@ class Request:
     salt: str = ""  # prefix blocks are shared only between equal salts
     arrival: float = 0.0  # seconds, the engine's clock
     status: Status = Status.WAITING
-    num_computed: int = 0
-    num_in_flight: int = 0  # sampled tokens of dispatched steps that the host has not read
     epoch: int = 0  # grows at preemption; a result of an older epoch is ignored
     num_cached: int = 0  # prompt tokens that a prefix hit saved at first admission
     max_total: int = 0  # tokens, prompt included, at which it ends with reason "length"
@@ -156,10 +166,20 @@ class Request:
     digests: list[bytes] = dataclasses.field(
         default_factory=list[bytes]
     )  # hash chain of full blocks
-    seat: int = -1  # place in per-request device state while running
+    seat: int = -1  # place in per-request state while running
+    seats: "SeatProgress | None" = None  # where its progress is kept while it has a seat
     blocks: list[int] = dataclasses.field(default_factory=list[int])
     finish_reason: str | None = None  # stop | length | abort | error
     error: str | None = None
+
+    @property
+    def num_computed(self) -> int:
+        return 0 if self.seats is None else int(self.seats.computed[self.seat])
+
+    @property
+    def num_in_flight(self) -> int:
+        """Sampled tokens of dispatched steps that the host has not read."""
+        return 0 if self.seats is None else int(self.seats.in_flight[self.seat])
 
     @property
     def num_tokens(self) -> int:
@@ -168,7 +188,7 @@ class Request:
 
     @property
     def num_pending(self) -> int:
-        return len(self.tokens) + self.num_in_flight - self.num_computed
+        return self.num_tokens - self.num_computed
 
     @property
     def max_kv(self) -> int:

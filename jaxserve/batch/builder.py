@@ -5,7 +5,7 @@ edited again: everything here is made anew for each step, and marked read-only b
 """
 
 import bisect
-import itertools
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,10 +15,18 @@ from jaxserve.batch.samples import SAMPLERS, SeatTable
 from jaxserve.batch.step import Batch, SampleInputs, ScoreInputs, SeatReset
 from jaxserve.config import EngineConfig
 from jaxserve.request import Request
-from jaxserve.scheduler.plan import Chunk, Plan
+from jaxserve.scheduler.plan import Ints, Plan
 from model_zoo.step_inputs import StepInputs, packed_size, step_shapes, unpack
 
-Ints = NDArray[np.int32]
+
+class _Rows(NamedTuple):
+    """The rows of a step."""
+
+    seats: Ints
+    starts: Ints
+    counts: Ints  # tokens
+    ends: Ints  # of the context: starts + counts
+    samples: NDArray[np.bool_]
 
 
 class BatchBuilder:
@@ -42,34 +50,32 @@ class BatchBuilder:
         """The step of a plan with at least one chunk."""
         for request in plan.admitted:
             self._seat_table.sit(request)
-        requests, starts, counts, _, samples = zip(*plan.chunks, strict=True)
-        seats = np.array([request.seat for request in requests], np.int32)
+        rows = _rows(plan)
         shapes = self._shapes[plan.bucket]
         packed = np.zeros(packed_size(shapes), np.int32)
         inputs = unpack(packed, shapes)
-        ends = self._fill(inputs, plan, seats, np.array(starts, np.int32), np.array(counts))
+        self._fill(inputs, plan, rows)
         _freeze(packed, *inputs)
         sampler, sampled, logprobs = "none", None, False
-        if any(samples):
-            sampler, sampled, logprobs = self._sample(inputs, seats, ends, samples, plan.bucket)
+        num_samples = int(rows.samples.sum())
+        if num_samples:
+            sampler, sampled, logprobs = self._sample(inputs, rows, plan.bucket)
         return Batch(
             packed=packed,
             inputs=inputs,
             num_tokens=plan.num_tokens,
-            num_samples=sum(samples),
+            num_samples=num_samples,
             sampler=sampler,
             samples=sampled,
             logprobs=logprobs,
-            scores=self._scores(plan) if self._seat_table.any_scores(seats) else (),
+            scores=self._scores(plan) if self._seat_table.any_scores(rows.seats) else (),
             resets=tuple(_reset(r) for r in plan.admitted if r.sampling.has_penalties),
         )
 
-    def _fill(
-        self, inputs: StepInputs, plan: Plan, seats: Ints, starts: Ints, counts: Ints
-    ) -> Ints:
-        """Writes every field of `inputs`; returns where each row's context ends, i32[rows]."""
+    def _fill(self, inputs: StepInputs, plan: Plan, of: _Rows) -> None:
+        """Writes every field of `inputs`."""
+        seats, starts, counts, ends = of.seats, of.starts, of.counts, of.ends
         rows, total, singles = len(seats), plan.num_tokens, plan.num_singles
-        ends = starts + counts
         width = -(-int(ends.max()) // self._block_size)
         inputs.block_tables[:rows, :width] = self._tables[seats, :width]
         inputs.kv_lens[:rows] = ends
@@ -86,29 +92,26 @@ class BatchBuilder:
         blocks = self._tables[row_of, positions // self._block_size]
         inputs.slots[:total] = blocks * self._block_size + positions % self._block_size
         inputs.slots[total:] = self._num_slots
-        self._fill_tokens(inputs, plan, seats)
-        return ends
+        self._fill_tokens(inputs, plan)
 
-    def _fill_tokens(self, inputs: StepInputs, plan: Plan, seats: Ints) -> None:
+    def _fill_tokens(self, inputs: StepInputs, plan: Plan) -> None:
         """Token ids; a token the host does not know yet is its seat's last sampled one."""
-        singles, chunks = plan.num_singles, plan.chunks
-        tokens = np.array([_known(chunk) for chunk in chunks[:singles]], np.int32)
-        known = tokens >= 0
-        inputs.tokens[:singles] = np.where(known, tokens, 0)
+        decodes = plan.decodes
+        at = len(decodes.requests)
         inputs.token_seats[:] = self._rows
-        inputs.token_seats[:singles] = np.where(known, self._rows, seats[:singles])
-        at = singles
-        for request, start, num_tokens, _, _ in itertools.islice(chunks, singles, None):
+        np.copyto(inputs.token_seats[:at], decodes.seats, where=decodes.on_device)
+        if not decodes.on_device.all():
+            last = np.array([request.tokens[-1] for request in decodes.requests], np.int32)
+            np.copyto(inputs.tokens[:at], last, where=~decodes.on_device)
+        for request, start, num_tokens, _, _ in plan.chunks:
             inputs.tokens[at : at + num_tokens] = request.tokens[start : start + num_tokens]
             at += num_tokens
 
-    def _sample(
-        self, inputs: StepInputs, seats: Ints, ends: Ints, samples: tuple[bool, ...], bucket: int
-    ) -> tuple[str, SampleInputs, bool]:
+    def _sample(self, inputs: StepInputs, of: _Rows, bucket: int) -> tuple[str, SampleInputs, bool]:
+        seats, ends = of.seats, of.ends
         last = inputs.query_starts[1 : len(seats) + 1] - 1
-        if not all(samples):
-            chosen = np.array(samples)
-            last, seats, ends = last[chosen], seats[chosen], ends[chosen]
+        if not of.samples.all():
+            last, seats, ends = last[of.samples], seats[of.samples], ends[of.samples]
         rows = self._row_buckets[bisect.bisect_left(self._row_buckets, len(seats))]
         return self._seat_table.gather(seats, last, ends, (rows, bucket))
 
@@ -116,7 +119,7 @@ class BatchBuilder:
         """Prompt tokens to score, in slices of the largest row bucket: bounded memory."""
         index: list[int] = []
         targets: list[int] = []
-        at = 0
+        at = plan.decode_tokens
         for chunk in plan.chunks:
             wanted = scored_targets(chunk)
             index.extend(range(at, at + len(wanted)))
@@ -129,11 +132,18 @@ class BatchBuilder:
         )
 
 
-def _known(chunk: Chunk) -> int:
-    """The token of a one-token chunk, or -1 while it is on the device only; never leaves here."""
-    tokens = chunk[0].tokens
-    start = chunk[1]
-    return tokens[start] if start < len(tokens) else -1
+def _rows(plan: Plan) -> _Rows:
+    decodes, chunks = plan.decodes, plan.chunks
+    count = len(decodes.requests)
+    if not chunks:
+        starts = decodes.starts
+        counts, samples = np.ones(count, np.int32), np.ones(count, np.bool_)
+        return _Rows(decodes.seats, starts, counts, starts + 1, samples)
+    seats = np.concatenate([decodes.seats, np.array([c.request.seat for c in chunks], np.int32)])
+    starts = np.concatenate([decodes.starts, np.array([c.start for c in chunks], np.int32)])
+    counts = np.array([1] * count + [c.num_tokens for c in chunks], np.int32)
+    samples = np.array([True] * count + [c.samples for c in chunks])
+    return _Rows(seats, starts, counts, starts + counts, samples)
 
 
 def _score_slice(index: list[int], targets: list[int], rows: int, bucket: int) -> ScoreInputs:

@@ -6,7 +6,7 @@ costs anybody else a block.  Growth beyond it may fail; then some running reques
 its promise (at least the one that grows), and only such a request may be preempted.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
@@ -80,7 +80,6 @@ class KVManager:
         self.tables[seat, : len(hit)] = hit
         request.seat, request.reserved = seat, reserved
         request.blocks.extend(hit)
-        request.num_computed = len(hit) * self.block_size
         return True
 
     def try_grow(self, request: Request, num_tokens: int) -> bool:
@@ -105,11 +104,10 @@ class KVManager:
         """The step that computed tokens `start` to `end` has returned: full blocks can be found."""
         if not self._prefix_caching:
             return
-        size, first, last = self.block_size, start // self.block_size, end // self.block_size
-        self._cache.extend(request.digests, request.tokens, last, request.salt)
-        for index in range(first, last):
-            tokens = request.tokens[index * size : (index + 1) * size]
-            self._cache.publish(request.digests[index], request.blocks[index], tokens)
+        first, last = start // self.block_size, end // self.block_size
+        self._cache.publish(
+            request.digests, request.tokens, first, request.blocks[first:last], request.salt
+        )
 
     def release(self, request: Request) -> None:
         """Takes all blocks and the promise from `request`; harmless when it has none."""
@@ -124,7 +122,7 @@ class KVManager:
         self._pool.blank_idle()
         self._cache.clear()
 
-    def check(self, running: Sequence[Request]) -> None:
+    def check(self, running: Collection[Request]) -> None:
         """Raises AssertionError unless the books agree with `running`; for tests, O(blocks)."""
         counts = [0] * self.num_blocks
         for request in running:

@@ -6,10 +6,9 @@ tokens are compared on a hit all the same.  Requests with equal salts can tell b
 prefix was cached; different salts share nothing.
 """
 
+import array
 import hashlib
 from collections.abc import Sequence
-
-import numpy as np
 
 
 class PrefixCache:
@@ -29,12 +28,8 @@ class PrefixCache:
     ) -> None:
         """Appends to the chain `digests` of a request until it covers `num_blocks` blocks."""
         first = len(digests)
-        if first >= num_blocks:
-            return
-        parent = digests[-1] if digests else self._root(salt)
-        for block in _blocks(tokens, first, num_blocks, self._block_size):
-            parent = hashlib.sha256(parent + block).digest()
-            digests.append(parent)
+        if first < num_blocks:
+            self._chain(digests, _blocks(tokens, first, num_blocks, self._block_size), salt)
 
     def find(self, digests: Sequence[bytes], tokens: Sequence[int], num_blocks: int) -> list[int]:
         """Blocks that hold the longest cached prefix of `tokens`, at most `num_blocks` of them."""
@@ -49,11 +44,23 @@ class PrefixCache:
             found.append(block)
         return found
 
-    def publish(self, digest: bytes, block: int, tokens: Sequence[int]) -> None:
-        """`block` holds `tokens`, the block's own; the first block with a digest stays."""
-        if digest not in self._entries and block not in self._digest:
-            self._entries[digest] = (block, np.array(tokens, np.int32).tobytes())
-            self._digest[block] = digest
+    def publish(
+        self,
+        digests: list[bytes],
+        tokens: Sequence[int],
+        first: int,
+        blocks: Sequence[int],
+        salt: str,
+    ) -> None:
+        """`blocks` hold the full blocks of `tokens` from number `first`; of several blocks with one
+        digest the first stays.  Extends the chain `digests` as far as needed."""
+        self.extend(digests, tokens, first, salt)
+        contents = _blocks(tokens, first, first + len(blocks), self._block_size)
+        self._chain(digests, contents[len(digests) - first :], salt)
+        for digest, block, content in zip(digests[first:], blocks, contents, strict=False):
+            if digest not in self._entries and block not in self._digest:
+                self._entries[digest] = (block, content)
+                self._digest[block] = digest
 
     def has(self, block: int) -> bool:
         return block in self._digest
@@ -65,12 +72,19 @@ class PrefixCache:
         self._entries.clear()
         self._digest.clear()
 
+    def _chain(self, digests: list[bytes], contents: Sequence[bytes], salt: str) -> None:
+        """Appends the digests of the blocks that follow the chain."""
+        parent = digests[-1] if digests else self._root(salt)
+        for content in contents:
+            parent = hashlib.sha256(parent + content).digest()
+            digests.append(parent)
+
     def _root(self, salt: str) -> bytes:
         return hashlib.sha256(self._identity + salt.encode("utf-8", "surrogatepass")).digest()
 
 
 def _blocks(tokens: Sequence[int], first: int, end: int, block_size: int) -> list[bytes]:
     """The tokens of blocks `first` to `end`, as bytes."""
-    raw = np.array(tokens[first * block_size : end * block_size], np.int32).tobytes()
+    raw = array.array("i", tokens[first * block_size : end * block_size]).tobytes()
     size = 4 * block_size
     return [raw[at : at + size] for at in range(0, len(raw), size)]

@@ -2,9 +2,16 @@
 
 import dataclasses
 import enum
+from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from jaxserve.request import Request
+
+Ints = NDArray[np.int32]
+Bools = NDArray[np.bool_]
 
 
 class Chunk(NamedTuple):
@@ -35,17 +42,37 @@ class Unused(enum.StrEnum):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Plan:
-    """One step.  Chunks of one token come first."""
+class Decodes:
+    """One token each for many requests: their last one, from which the next is sampled."""
 
+    requests: Sequence[Request]
+    epochs: Sequence[int]  # as in Chunk
+    seats: Ints
+    starts: Ints  # position of the token
+    on_device: Bools  # the host does not know the token yet
+    generation: int  # while the scheduler's is the same, all epochs hold
+
+
+_NOTHING = np.zeros(0, np.int32)
+NO_DECODES = Decodes((), (), _NOTHING, _NOTHING, np.zeros(0, np.bool_), 0)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Plan:
+    """One step: the decodes' rows, then the chunks'.  Chunks of one token come first."""
+
+    decodes: Decodes
     chunks: list[Chunk]
-    num_singles: int  # the first so many chunks have one token
+    num_singles: int  # rows with one token
     num_tokens: int
     bucket: int  # tokens of the compiled shape
-    decode_tokens: int  # tokens that are output of their request
     recomputed_tokens: int  # tokens that had KV before a preemption
     admitted: tuple[Request, ...]  # took a seat in this step
     preempted: tuple[Request, ...]  # lost theirs
     hit_tokens: int  # found in the prefix cache by requests admitted for the first time
     resume_hit_tokens: int  # found there by requests that resume
     unused: Unused | None  # None: the budget was used up
+
+    @property
+    def decode_tokens(self) -> int:
+        return len(self.decodes.requests)

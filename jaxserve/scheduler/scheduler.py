@@ -13,9 +13,10 @@ from typing import Any, cast
 
 from jaxserve.config import EngineConfig
 from jaxserve.kv.manager import KVManager
-from jaxserve.request import Output, Request, Status
+from jaxserve.request import Output, Request, SeatProgress, Status
 from jaxserve.scheduler import policy, snap
-from jaxserve.scheduler.plan import Chunk, Plan, Unused
+from jaxserve.scheduler.decoding import Decoding
+from jaxserve.scheduler.plan import NO_DECODES, Bools, Chunk, Decodes, Ints, Plan, Unused
 from jaxserve.scheduler.waiting import WaitingQueue
 
 MAX_BACKOFF = 32  # steps without admission after a preemption, at most
@@ -29,7 +30,7 @@ class _Draft:
     """A step while it is being decided."""
 
     left: int  # tokens of the budget
-    decodes: list[Chunk] = dataclasses.field(default_factory=list[Chunk])
+    decodes: Decodes = NO_DECODES
     prefills: list[tuple[Request, int]] = dataclasses.field(
         default_factory=list[tuple[Request, int]]
     )
@@ -50,7 +51,7 @@ class Scheduler:
     def __init__(self, config: EngineConfig, kv: KVManager) -> None:
         rules = config.scheduler
         self.kv = kv
-        self.running: list[Request] = []
+        self.running: dict[Request, None] = {}
         self.costs = snap.padded_tokens(config.buckets.tokens)
         self._rules = rules
         self._deterministic = config.runner.deterministic
@@ -61,6 +62,9 @@ class Scheduler:
         self._short = WaitingQueue(rules.policy, rules.aging_steps)
         self._long = WaitingQueue(rules.policy, rules.aging_steps)
         self._seats = list(range(rules.max_seqs - 1, -1, -1))
+        self._progress = SeatProgress(rules.max_seqs)
+        self._decoding = Decoding(self._progress)
+        self._prefilling: dict[Request, None] = {}  # those of `running` that do not decode
         self._step = 0
         self._backoff = 1  # steps without admission after the next preemption
         self._admit_from = 0  # first step that may admit again
@@ -77,7 +81,8 @@ class Scheduler:
         """The next step; the requests' progress counts it as done from here on."""
         self._step += 1
         draft = _Draft(left=self._rules.token_budget)
-        prefills = self._take_decodes(draft)
+        self._take_decodes(draft)
+        prefills = [r for r in self._prefilling if r.num_pending]
         shorts = [r for r in prefills if self._equal_chunks or not self._is_long(r)]
         longs = [r for r in prefills if not self._equal_chunks and self._is_long(r)]
         draft.partials, draft.longs = len(prefills), sum(map(self._is_long, prefills))
@@ -92,42 +97,73 @@ class Scheduler:
             self._after_preemptions(draft)
         return self._seal(draft)
 
-    def update(
-        self, chunks: Sequence[Chunk], tokens: Sequence[int], bad: frozenset[int]
-    ) -> list[Output]:
-        """Records a step that has returned.
+    def update(self, plan: Plan, tokens: Ints, bad: Bools) -> list[Output]:
+        """Records a step that has returned: i32 and bool of one entry a row that samples.
 
-        `tokens`: one a chunk that samples, in order; `bad`: those of their indices whose logits
-        were not finite.  Results for requests preempted or ended since then are dropped.
+        `bad`: the row's logits were not finite, which ends its request alone.  Results for requests
+        that were preempted or ended since the step was planned are dropped.
         """
+        count = plan.decode_tokens
+        outputs = self._land_decodes(plan.decodes, tokens[:count], bad[:count])
+        self._land_chunks(plan.chunks, tokens[count:], bad[count:], outputs)
+        return outputs
+
+    def _land_decodes(self, decodes: Decodes, tokens: Ints, bad: Bools) -> list[Output]:
+        held = self._decoding.landed(decodes)
+        good = held & ~bad
+        requests: Sequence[Request] = decodes.requests
+        starts, seats = decodes.starts, decodes.seats
+        whole = bool(good.all())
+        failed = [] if whole else [requests[i] for i in (held & bad).nonzero()[0].tolist()]
+        if not whole:
+            requests = [requests[i] for i in good.nonzero()[0].tolist()]
+            starts, seats, tokens = starts[good], seats[good], tokens[good]
         outputs: list[Output] = []
-        size, publish, add = self.kv.block_size, self._publish, outputs.append
+        stopped: list[int] = []
+        for request, token in zip(requests, tokens.tolist(), strict=True):
+            request.tokens.append(token)
+            if token in request.stop_ids:
+                stopped.append(len(outputs))
+            outputs.append(_new(Output, (request, (token,), None, None, None)))
+        filled: Bools = (starts + 1) % self.kv.block_size == 0
+        for row in filled.nonzero()[0].tolist():
+            self._publish(requests[row], int(starts[row]), 1)
+        at_limit = (starts + 2 >= self._decoding.limit[seats]).nonzero()[0].tolist()
+        ends = dict.fromkeys(at_limit, "length") | dict.fromkeys(stopped, "stop")
+        for row, reason in ends.items():
+            self.finish(requests[row], reason)
+            outputs[row] = outputs[row]._replace(finish_reason=reason)
+        return outputs + [self._fail(request) for request in failed]
+
+    def _land_chunks(
+        self, chunks: list[Chunk], tokens: Ints, bad: Bools, outputs: list[Output]
+    ) -> None:
         row = -1
         for request, start, num_tokens, epoch, samples in chunks:
             row += samples
             if request.epoch != epoch:
                 continue
-            if (start + num_tokens) % size < num_tokens:  # the chunk filled a block
-                publish(request, start, num_tokens)
+            self._publish(request, start, num_tokens)
             if not samples:
                 if start + num_tokens == request.max_total:  # only scored
                     self.finish(request, "length")
-                    add(Output(request, (), None, None, "length"))
+                    outputs.append(Output(request, (), None, None, "length"))
                 continue
-            token = tokens[row]
-            request.num_in_flight -= 1
-            if row in bad:
-                self.finish(request, "error", "the model's logits were not finite")
-                add(Output(request, (), None, None, "error"))
+            self._progress.in_flight[request.seat] -= 1
+            if bad[row]:
+                outputs.append(self._fail(request))
                 continue
-            known = request.tokens
-            known.append(token)
+            token = int(tokens[row])
+            request.tokens.append(token)
             if token in request.stop_ids:
                 self.finish(request, "stop")
-            elif len(known) >= request.max_total:
+            elif len(request.tokens) >= request.max_total:
                 self.finish(request, "length")
-            add(_new(Output, (request, (token,), None, None, request.finish_reason)))
-        return outputs
+            outputs.append(Output(request, (token,), None, None, request.finish_reason))
+
+    def _fail(self, request: Request) -> Output:
+        self.finish(request, "error", "the model's logits were not finite")
+        return Output(request, (), None, None, "error")
 
     def finish(self, request: Request, reason: str, error: str | None = None) -> None:
         """Ends a request and frees all it holds; the only place that does.  Idempotent."""
@@ -137,9 +173,7 @@ class Scheduler:
         queue = self._queue(request)
         request.status, request.finish_reason, request.error = Status.FINISHED, reason, error
         request.epoch += 1
-        request.num_in_flight = 0
         if was_running:
-            self.running.remove(request)
             self._leave_seat(request)
             self._backoff = max(1, self._backoff // 2)
             self._admit_from = 0
@@ -148,26 +182,14 @@ class Scheduler:
 
     # -- decodes ---------------------------------------------------------------------------------
 
-    def _take_decodes(self, draft: _Draft) -> list[Request]:
-        """Gives every decoding request its token; returns those in their prefill.
-
-        The loop runs for every row of every step, hence its plain form.
-        """
-        size, add = self.kv.block_size, draft.decodes.append
-        prefills: list[Request] = []
-        for request in self.running:
-            start = request.num_computed
-            pending = len(request.tokens) + request.num_in_flight - start
-            if pending > 1 or start < request.num_prompt:
-                prefills.append(request)
-            elif pending == 1 and start + 1 < request.max_total:
-                if start >= len(request.blocks) * size and not self._grow(draft, request, 1):
-                    continue
-                request.num_computed = start + 1
-                request.num_in_flight += 1
-                add(_new(Chunk, (request, start, 1, request.epoch, True)))
-        draft.left = self._rules.token_budget - len(draft.decodes)
-        return [r for r in prefills if r.status is Status.RUNNING and r.num_pending]
+    def _take_decodes(self, draft: _Draft) -> None:
+        """Gives every decoding request its token, after making room where it has none."""
+        for request in self._decoding.due():
+            at_end = request.num_tokens >= request.max_total  # its last token is on its way
+            if request.status is Status.RUNNING and not at_end and self._grow(draft, request, 1):
+                self._decoding.make_room(request, len(request.blocks) * self.kv.block_size)
+        draft.decodes = self._decoding.plan()
+        draft.left -= len(draft.decodes.requests)
 
     # -- prefills --------------------------------------------------------------------------------
 
@@ -236,7 +258,10 @@ class Scheduler:
         queue = self._queue(request)
         request.status = Status.RUNNING
         queue.left()
-        self.running.append(request)
+        request.seats = self._progress
+        self._progress.computed[request.seat] = len(hit) * self.kv.block_size
+        self._progress.in_flight[request.seat] = 0
+        self.running[request] = self._prefilling[request] = None
         draft.admitted.append(request)
         draft.partials += 1
         draft.longs += self._is_long(request)
@@ -274,11 +299,7 @@ class Scheduler:
     def _grow(self, draft: _Draft, request: Request, num_tokens: int) -> bool:
         """Room for `num_tokens` more; preempts until there is.  False: `request` had to go."""
         while not self.kv.try_grow(request, num_tokens):
-            beyond = [
-                r
-                for r in self.running
-                if r.status is Status.RUNNING and (r is request or len(r.blocks) > r.reserved)
-            ]
+            beyond = [r for r in self.running if r is request or len(r.blocks) > r.reserved]
             victim = policy.victim(beyond)
             self._preempt(draft, victim)
             if victim is request:
@@ -286,25 +307,17 @@ class Scheduler:
         return True
 
     def _preempt(self, draft: _Draft, request: Request) -> None:
-        """Takes seat and blocks away; the tokens stay, and are computed again later.
-
-        `running` keeps it until the end of `schedule`, which may be going through the list.
-        """
-        planned = [chunk for chunk in draft.decodes if chunk.request is request]
-        draft.decodes[:] = [chunk for chunk in draft.decodes if chunk.request is not request]
-        draft.left += len(planned) + sum(n for r, n in draft.prefills if r is request)
+        """Takes seat and blocks away; the tokens stay, and are computed again later."""
         draft.prefills = [(r, n) for r, n in draft.prefills if r is not request]
         draft.admitted = [r for r in draft.admitted if r is not request]
+        request.recompute_until = max(request.recompute_until, request.num_computed)
         self._leave_seat(request)
-        had_kv = request.num_computed - len(planned)
-        request.recompute_until = max(request.recompute_until, had_kv)
-        request.status, request.num_computed, request.num_in_flight = Status.WAITING, 0, 0
+        request.status = Status.WAITING
         request.epoch += 1
         request.num_preempted += 1
         draft.preempted.append(request)
 
     def _after_preemptions(self, draft: _Draft) -> None:
-        self.running = [r for r in self.running if r.status is Status.RUNNING]
         for request in draft.preempted:
             self._enqueue(request)
         self._admit_from = self._step + self._backoff
@@ -312,8 +325,11 @@ class Scheduler:
 
     def _leave_seat(self, request: Request) -> None:
         self.kv.release(request)
+        self._decoding.leave(request)
+        self._prefilling.pop(request, None)
+        del self.running[request]
         self._seats.append(request.seat)
-        request.seat = -1
+        request.seat, request.seats = -1, None
 
     def _publish(self, request: Request, start: int, num_tokens: int) -> None:
         """Deterministic: only whole canonical chunks of prompts, whose bits are always the same."""
@@ -343,32 +359,28 @@ class Scheduler:
 
     def _seal(self, draft: _Draft) -> Plan:
         """Snaps the step to a bucket, moves the progress of its prefills on, gives the reason."""
-        unused = self._unused(draft)
-        used = len(draft.decodes) + sum(n for _, n in draft.prefills)
+        # A preemption on behalf of a prefill takes its victim's decode out of the step.
+        decodes = self._decoding.plan() if draft.preempted else draft.decodes
+        used = len(decodes.requests) + sum(n for _, n in draft.prefills)
+        unused = self._unused(draft, used, len(decodes.requests))
         if draft.prefills and not self._equal_chunks:
             request, num_tokens = draft.prefills[-1]
-            cut = snap.tokens_to_cut(used, num_tokens, len(draft.decodes), self.costs)
+            cut = snap.tokens_to_cut(used, num_tokens, len(decodes.requests), self.costs)
             if cut:
                 draft.prefills[-1] = (request, num_tokens - cut)
                 used, unused = used - cut, Unused.SNAP
-        chunks, recomputed = draft.decodes, 0
-        decode_tokens = len(chunks)
-        for request, num_tokens in sorted(draft.prefills, key=lambda p: p[1] > 1):
-            start = request.num_computed
-            end = start + num_tokens
-            samples = end == len(request.tokens) and end < request.max_total
-            chunks.append(Chunk(request, start, num_tokens, request.epoch, samples))
-            recomputed += max(0, min(end, request.recompute_until) - start)
-            request.num_computed, request.num_in_flight = end, int(samples)
-            request.last_step = self._step
-        singles = decode_tokens + sum(n == 1 for _, n in draft.prefills)
+        self._decoding.advance(decodes)
+        chunks = [
+            self._start(request, num_tokens)
+            for request, num_tokens in sorted(draft.prefills, key=lambda p: p[1] > 1)
+        ]
         return Plan(
+            decodes=decodes,
             chunks=chunks,
-            num_singles=singles,
+            num_singles=len(decodes.requests) + sum(chunk.num_tokens == 1 for chunk in chunks),
             num_tokens=used,
             bucket=self.costs.bucket(used) if used else 0,
-            decode_tokens=decode_tokens,
-            recomputed_tokens=recomputed,
+            recomputed_tokens=sum(map(_recomputed, chunks)),
             admitted=tuple(draft.admitted),
             preempted=tuple(draft.preempted),
             hit_tokens=draft.hit_tokens,
@@ -376,8 +388,21 @@ class Scheduler:
             unused=unused,
         )
 
-    def _unused(self, draft: _Draft) -> Unused | None:
-        if draft.left <= 0:
+    def _start(self, request: Request, num_tokens: int) -> Chunk:
+        """The next chunk of a prefill, counted as done; after its last one the request decodes."""
+        start = request.num_computed
+        end = start + num_tokens
+        samples = end == len(request.tokens) and end < request.max_total
+        self._progress.computed[request.seat] = end
+        request.last_step = self._step
+        if samples:
+            self._progress.in_flight[request.seat] = 1
+            del self._prefilling[request]
+            self._decoding.join(request, len(request.blocks) * self.kv.block_size)
+        return Chunk(request, start, num_tokens, request.epoch, samples)
+
+    def _unused(self, draft: _Draft, used: int, decodes: int) -> Unused | None:
+        if used >= self._rules.token_budget:
             return None
         if draft.preempted:
             return Unused.KV
@@ -385,5 +410,11 @@ class Scheduler:
             return Unused.INDIVISIBLE
         if draft.closed is not None:
             return draft.closed
-        planned = len(draft.decodes) + len(draft.prefills)
+        planned = decodes + len(draft.prefills)
         return Unused.NOT_READY if planned < len(self.running) else Unused.NO_WORK
+
+
+def _recomputed(chunk: Chunk) -> int:
+    """Tokens of a chunk that had KV before a preemption."""
+    end = min(chunk.start + chunk.num_tokens, chunk.request.recompute_until)
+    return max(0, end - chunk.start)

@@ -161,12 +161,14 @@ class Scenario:
         }
         partial = [r for r in scheduler.running if r.num_computed < r.num_prompt]
         plan = self.schedule()
-        planned = {chunk.request for chunk in plan.chunks}
-        assert len(planned) == len(plan.chunks), "a request has two chunks"
+        planned = {chunk.request for chunk in plan.chunks} | set(plan.decodes.requests)
+        rows = len(plan.chunks) + plan.decode_tokens
+        assert len(planned) == rows, "a request has two rows"
         # A decode never stalls: it is in the step or it was preempted.
         assert decoding <= planned | set(plan.preempted)
-        assert plan.num_tokens == sum(c.num_tokens for c in plan.chunks) <= rules.token_budget
-        assert plan.num_tokens <= plan.bucket or not plan.chunks
+        prefill = sum(c.num_tokens for c in plan.chunks)
+        assert plan.num_tokens == prefill + plan.decode_tokens <= rules.token_budget
+        assert plan.num_tokens <= plan.bucket or not rows
         assert len(scheduler.running) <= rules.max_seqs
         assert (plan.unused is None) == (plan.num_tokens == rules.token_budget), plan.unused
         still = [r for r in partial if r.status is Status.RUNNING]

@@ -1,4 +1,4 @@
-"""Thousands of random engines: every request gets what it gets alone, and the books always agree."""
+"""Thousands of random engines: every request gets what it gets alone, and the books agree."""
 
 import pytest
 
