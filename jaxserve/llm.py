@@ -1,6 +1,7 @@
 """The Python API: text in, text out."""
 
 import operator
+import os
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
@@ -8,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Self, SupportsIndex, cast
 
 from jaxserve import settings
 from jaxserve.completion import Chunk, Completion
-from jaxserve.config import EngineConfig
+from jaxserve.config import EngineConfig, ModelConfig
 from jaxserve.driver import Driver, Generation
 from jaxserve.fair_lock import FairLock
 from jaxserve.interrupts import Uninterrupted
@@ -35,18 +36,24 @@ class LLM:
     """
 
     def __init__(
-        self, model: str | None = None, *, config: EngineConfig | None = None, **sections: Any
+        self,
+        model: str | os.PathLike[str] | Mapping[str, Any] | ModelConfig | None = None,
+        *,
+        config: EngineConfig | None = None,
+        **sections: Any,
     ) -> None:
-        """Loads `model` (a folder, a .gguf file, a hub name; None: the config's, which is the
-        pinned default).
+        """Loads `model`: a folder, a .gguf file, a hub name, or a whole section such as
+        `{"name": ..., "dtype": "float32"}`; None is the config's, by default the pinned model.
 
         `sections` go over `config`: `LLM(scheduler={"token_budget": 256},
         cache=CacheConfig(...))`.  Raises ValueError for settings that are wrong and for a model
         that cannot be loaded.
         """
-        config = settings.merge(config or EngineConfig(), sections, "LLM(...)")
+        if isinstance(model, str | os.PathLike):
+            model = {"name": os.fspath(model)}
         if model is not None:
-            config = settings.merge(config, {"model": {"name": model}}, "LLM(...)")
+            sections["model"] = model
+        config = settings.merge(config or EngineConfig(), sections, "LLM(...)")
         from jaxserve.build import assemble  # imports jax, so only when a model is wanted
 
         self._start(assemble(config))

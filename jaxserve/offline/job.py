@@ -1,6 +1,7 @@
 """A batch job: reads ahead, keeps the engine full, writes each result as it finishes."""
 
 import dataclasses
+import re
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from jaxserve.build import Assembly
 
 WINDOW_SEATS = 4  # samples in flight, in multiples of max_seqs: the scheduler has a choice
+_ENDINGS = re.compile(r"([.-](i?q\d\w*|bf16|f16|f32))?(\.gguf)?$")
 MAX_FAILED_STEPS = 3  # in a row, and a job ends
 
 
@@ -75,7 +77,7 @@ class Job:
         self._config = assembly.config
         self._options = options
         self._totals = totals
-        self._names = model_names(assembly.config.model.name)
+        self._names = {"default", short_name(assembly.config.model.name)}
         scheduler = assembly.config.scheduler
         self._window = min(WINDOW_SEATS * scheduler.max_seqs, scheduler.max_waiting)
         self._lines: dict[Generation, Ready] = {}
@@ -186,7 +188,7 @@ class Job:
         """Runs in the reader's thread."""
         served = self._config.model
         if task.model is not None and not self._options.any_model:
-            if task.model.lower() not in self._names:
+            if short_name(task.model) not in self._names:
                 message = f"this job runs {served.name}, not {shorten(task.model)}"
                 raise LineError("unknown_model", message)
         if task.messages is not None:
@@ -201,11 +203,10 @@ class Job:
         return ids
 
 
-def model_names(name: str) -> frozenset[str]:
-    """Names, in lower case, by which a line may ask for the model `name` (a name, hub name or
-    path)."""
-    last = Path(name.lower()).name
-    return frozenset({"default", name.lower(), last, last.removesuffix(".gguf")})
+def short_name(name: str) -> str:
+    """What is left of a model's name, hub name or path when folders, the ending of a GGUF file and
+    its quantisation are taken away; in lower case."""
+    return _ENDINGS.sub("", name.lower().rstrip("/").rpartition("/")[2])
 
 
 def _invalid(message: str) -> LineError:

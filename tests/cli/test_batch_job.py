@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from jaxserve.config import EngineConfig
 from jaxserve.llm import LLM
 from jaxserve.offline import jsonl, reader
+from jaxserve.offline.job import short_name
 from jaxserve.request import SamplingParams
 from tests.cli import fakes
 
@@ -497,3 +498,19 @@ def test_b79_the_first_look_misses_no_id(name: object, more: str, plain: bool):
 @pytest.mark.parametrize("bad", [line for line, _, _ in BAD if isinstance(line, bytes)])
 def test_b83_the_first_look_survives_every_bad_line(bad: bytes):
     assert reader._quick_id(jsonl.Line(1, bad)) in (None, "line-1")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "SmolLM2-135M-Instruct",
+        "HuggingFaceTB/SmolLM2-135M-Instruct",
+        "/models/SmolLM2-135M-Instruct/",
+        "a/SmolLM2-135M-Instruct.Q4_1.gguf",
+        "smollm2-135m-instruct-q8_0.gguf",
+        "SmolLM2-135M-Instruct.BF16.gguf",
+        "SmolLM2-135M-Instruct.gguf",
+    ],
+)
+def test_a_model_is_known_by_any_of_its_names(name: str):
+    assert short_name(name) == "smollm2-135m-instruct"

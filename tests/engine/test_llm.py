@@ -3,14 +3,17 @@
 import dataclasses
 import itertools
 import signal
+import sys
 import threading
+import types
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.completion import Completion
-from jaxserve.config import EngineConfig
+from jaxserve.config import EngineConfig, ModelConfig
 from jaxserve.llm import LLM
 from jaxserve.request import SamplingParams
 from tests.cli import fakes
@@ -316,3 +319,24 @@ def test_settings_that_are_wrong_are_refused_before_a_model_is_loaded():
         LLM(scheduler={"token_budgets": 3})
     with pytest.raises(ValueError, match="sections are"):
         LLM(nonsense={"a": 3})
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        (None, ModelConfig(name="base", dtype="float32")),
+        ("m", ModelConfig(name="m", dtype="float32")),
+        (Path("a/m.gguf"), ModelConfig(name="a/m.gguf", dtype="float32")),
+        ({"name": "m", "dtype": "bfloat16"}, ModelConfig(name="m", dtype="bfloat16")),
+        ({"dtype": "bfloat16"}, ModelConfig(name="base", dtype="bfloat16")),
+        (ModelConfig(name="m"), ModelConfig(name="m")),
+    ],
+)
+def test_the_model_goes_over_the_config(model, expected: ModelConfig, monkeypatch):
+    build = types.ModuleType("jaxserve.build")
+    build.assemble = fakes.assemble  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "jaxserve.build", build)
+    base = EngineConfig(model=ModelConfig(name="base", dtype="float32"))
+    with LLM(model, config=base, cache={"block_size": 16}) as llm:
+        assert (llm.config.model.name, llm.config.model.dtype) == (expected.name, expected.dtype)
+        assert llm.config.cache.block_size == 16
