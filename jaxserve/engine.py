@@ -5,7 +5,6 @@ order of their dispatch, and a token that only the device knows goes from step t
 the host learns one step late (an end, a cancel) costs one discarded token: results carry an epoch.
 """
 
-import dataclasses
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -17,11 +16,11 @@ from jaxserve.batch.builder import BatchBuilder
 from jaxserve.batch.logprobs import PromptScores, attach, scored_targets
 from jaxserve.batch.step import Batch, StepResult
 from jaxserve.config import EngineConfig
+from jaxserve.flight import Flight
 from jaxserve.kv.manager import KVManager
 from jaxserve.metrics import StepRecord, Totals
 from jaxserve.request import Output, Request, SamplingParams, Status
 from jaxserve.scheduler import snap
-from jaxserve.scheduler.plan import Chunk, Plan
 from jaxserve.scheduler.scheduler import Scheduler
 
 __all__ = ["Engine", "ModelLimits", "QueueFull", "Runner"]
@@ -39,22 +38,6 @@ class Runner(Protocol):
     def result(self, handle: Any) -> StepResult:
         """Blocks until the step is done."""
         ...
-
-
-@dataclasses.dataclass(slots=True, eq=False)
-class _Flight:
-    """A dispatched step; numbers are those of the moment it was planned."""
-
-    plan: Plan
-    batch: Batch
-    handle: Any
-    targets: list[tuple[Chunk, list[int]]]  # prompt tokens it scores
-    schedule_s: float
-    build_s: float
-    dispatch_s: float
-    waiting: int
-    running: int
-    kv_used: int
 
 
 class Engine:
@@ -93,7 +76,7 @@ class Engine:
         self._prompts = PromptScores()
         self._followers: dict[Request, list[Request]] = {}  # of a first sample: the other ones
         self._num_followers = 0
-        self._flight: _Flight | None = None
+        self._flight: Flight | None = None
         self._number = 0
 
     @property
@@ -180,7 +163,7 @@ class Engine:
             _log.exception("a step failed")
             return self._fail_running(error)
 
-    def _launch(self) -> _Flight | None:
+    def _launch(self) -> Flight | None:
         """Plans, builds and dispatches a step; None when there is nothing to run."""
         began = time.perf_counter()
         waiting, running = self.num_waiting, self.num_running
@@ -198,7 +181,7 @@ class Engine:
         batch = self._builder.build(plan)
         built = time.perf_counter()
         handle = self._runner.dispatch(batch)
-        return _Flight(
+        return Flight(
             plan=plan,
             batch=batch,
             handle=handle,
@@ -209,9 +192,10 @@ class Engine:
             waiting=waiting,
             running=running,
             kv_used=self.kv.num_used,
+            kv_blocks=self.kv.num_blocks,
         )
 
-    def _land(self, flight: _Flight) -> list[Output]:
+    def _land(self, flight: Flight) -> list[Output]:
         """Reads a step's result and hands it to the requests it still belongs to."""
         began = time.perf_counter()
         result = self._runner.result(flight.handle)
@@ -228,7 +212,18 @@ class Engine:
             for request, start, num_tokens, _, _ in plan.chunks:
                 if start + num_tokens >= request.num_prompt or request.finish_reason:
                     self._release_followers(request)
-        self._record(flight, result, outputs, arrived - began, time.perf_counter() - arrived)
+        updated = time.perf_counter()
+        record = flight.record(
+            step=self.stats.steps,
+            costs=self.scheduler.costs,
+            device_s=result.device_s,
+            output_tokens=sum(len(output.tokens) for output in outputs),
+            wait_s=arrived - began,
+            update_s=updated - arrived,
+        )
+        self.stats.add(record)
+        if self._on_step is not None:
+            self._on_step(record)
         return outputs
 
     def _release_followers(self, request: Request) -> None:
@@ -249,46 +244,3 @@ class Engine:
         self._prompts.clear()
         self.kv.forget_all()
         return outputs
-
-    def _record(
-        self,
-        flight: _Flight,
-        result: StepResult,
-        outputs: list[Output],
-        wait_s: float,
-        update_s: float,
-    ) -> None:
-        plan, costs = flight.plan, self.scheduler.costs
-        prefill = plan.num_tokens - plan.decode_tokens - plan.recomputed_tokens
-        produced = sum(len(output.tokens) for output in outputs)
-        record = StepRecord(
-            step=self.stats.steps,
-            bucket=plan.bucket,
-            rows=plan.decode_tokens + len(plan.chunks),
-            sampler=flight.batch.sampler,
-            decode_tokens=plan.decode_tokens,
-            prefill_tokens=prefill,
-            recomputed_tokens=plan.recomputed_tokens,
-            padded_tokens=plan.bucket - plan.num_tokens,
-            output_tokens=produced,
-            dropped_tokens=flight.batch.num_samples - produced,
-            unused=None if plan.unused is None else str(plan.unused),
-            predicted_s=costs.cost(plan.num_tokens) if costs.measured else None,
-            device_s=result.device_s,
-            padding_s=result.device_s * costs.padding_share(plan.num_tokens),
-            schedule_s=flight.schedule_s,
-            build_s=flight.build_s,
-            dispatch_s=flight.dispatch_s,
-            wait_s=wait_s,
-            update_s=update_s,
-            waiting=flight.waiting,
-            running=flight.running,
-            kv_used=flight.kv_used,
-            kv_blocks=self.kv.num_blocks,
-            preemptions=len(plan.preempted),
-            hit_tokens=plan.hit_tokens,
-            resume_hit_tokens=plan.resume_hit_tokens,
-        )
-        self.stats.add(record)
-        if self._on_step is not None:
-            self._on_step(record)

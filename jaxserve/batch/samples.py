@@ -47,6 +47,7 @@ class SeatTable:
         self._level = np.zeros(seats, np.int8)  # index in SAMPLERS
         self._logprobs = np.zeros(seats, np.bool_)
         self._scores = np.zeros(seats, np.bool_)
+        self._biased = np.zeros(seats, np.bool_)
         self._min_position = np.zeros(seats, np.int32)  # stops are suppressed below
         self._neutral: dict[int, SampleInputs] = {}  # by rows; read-only
 
@@ -66,9 +67,11 @@ class SeatTable:
         self._min_position[seat] = request.num_prompt + asked.min_tokens
         table.stop_ids[seat] = vocab
         table.stop_ids[seat, : len(request.stop_ids)] = sorted(request.stop_ids)
-        table.bias_ids[seat], table.bias[seat] = vocab, 0.0
-        table.bias_ids[seat, : len(asked.logit_bias)] = list(asked.logit_bias)
-        table.bias[seat, : len(asked.logit_bias)] = list(asked.logit_bias.values())
+        if self._biased[seat] or asked.logit_bias:
+            table.bias_ids[seat], table.bias[seat] = vocab, 0.0
+            table.bias_ids[seat, : len(asked.logit_bias)] = list(asked.logit_bias)
+            table.bias[seat, : len(asked.logit_bias)] = list(asked.logit_bias.values())
+        self._biased[seat] = bool(asked.logit_bias)
         self._level[seat] = 2 if asked.needs_full else int(not asked.is_greedy)
         self._logprobs[seat] = asked.logprobs is not None
         self._scores[seat] = wants_scores(request)
@@ -97,14 +100,18 @@ class SeatTable:
         }
         if sampler != "greedy":
             fresh["position"] = _padded(position, rows, 0)
-            for name in _RANDOM if sampler == "random" else _FULL:
+            names = _RANDOM if sampler == "random" else _FULL
+            suppress = position < self._min_position[seats]
+            if suppress.any():
+                fresh["suppress_stops"] = np.zeros(rows, np.bool_)
+                fresh["suppress_stops"][:real] = suppress
+                names = (*names, "stop_ids")
+            if self._biased[seats].any():
+                names = (*names, "bias_ids", "bias")
+            for name in names:
                 values = np.array(getattr(base, name))
                 values[:real] = getattr(self._table, name)[seats]
                 fresh[name] = values
-        if sampler == "full":
-            suppress = np.zeros(rows, np.bool_)
-            suppress[:real] = position < self._min_position[seats]
-            fresh["suppress_stops"] = suppress
         for values in fresh.values():
             values.flags.writeable = False
         return sampler, base._replace(**fresh), bool(self._logprobs[seats].any())
@@ -119,15 +126,7 @@ class SeatTable:
 
 
 _RANDOM = ("temperature", "top_k", "top_p", "min_p", "seed", "sample")
-_FULL = (
-    *_RANDOM,
-    "presence",
-    "frequency",
-    "repetition",
-    "stop_ids",
-    "bias_ids",
-    "bias",
-)
+_FULL = (*_RANDOM, "presence", "frequency", "repetition")  # the wide ones only when used
 
 
 def _padded(values: NDArray[np.int32], rows: int, padding: int) -> NDArray[np.int32]:

@@ -102,9 +102,9 @@ class KVManager:
 
     def publish(self, request: Request, start: int, end: int) -> None:
         """The step that computed tokens `start` to `end` has returned: full blocks can be found."""
-        if not self._prefix_caching:
-            return
         first, last = start // self.block_size, end // self.block_size
+        if first == last or not self._prefix_caching:
+            return
         self._cache.publish(
             request.digests, request.tokens, first, request.blocks[first:last], request.salt
         )

@@ -87,4 +87,6 @@ def _blocks(tokens: Sequence[int], first: int, end: int, block_size: int) -> lis
     """The tokens of blocks `first` to `end`, as bytes."""
     raw = array.array("i", tokens[first * block_size : end * block_size]).tobytes()
     size = 4 * block_size
+    if len(raw) == size:
+        return [raw]
     return [raw[at : at + size] for at in range(0, len(raw), size)]

@@ -76,3 +76,22 @@ class Plan:
     @property
     def decode_tokens(self) -> int:
         return len(self.decodes.requests)
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Draft:
+    """A step while it is being decided."""
+
+    left: int  # tokens of the budget
+    decodes: Decodes = NO_DECODES
+    prefills: list[tuple[Request, int]] = dataclasses.field(
+        default_factory=list[tuple[Request, int]]
+    )
+    partials: int = 0  # prompts in the middle of their prefill after this step
+    longs: int = 0  # of those, long ones
+    admitted: list[Request] = dataclasses.field(default_factory=list[Request])
+    preempted: list[Request] = dataclasses.field(default_factory=list[Request])
+    closed: Unused | None = None  # why nobody more is admitted
+    indivisible: bool = False  # a whole chunk did not fit
+    hit_tokens: int = 0
+    resume_hit_tokens: int = 0

@@ -6,7 +6,6 @@ Nobody starves: at most `max_seqs <= token_budget` requests run, so whenever one
 prefill at least one token is left for it, and policy order is subject to aging.
 """
 
-import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, cast
@@ -16,32 +15,13 @@ from jaxserve.kv.manager import KVManager
 from jaxserve.request import Output, Request, SeatProgress, Status
 from jaxserve.scheduler import policy, snap
 from jaxserve.scheduler.decoding import Decoding
-from jaxserve.scheduler.plan import NO_DECODES, Bools, Chunk, Decodes, Ints, Plan, Unused
+from jaxserve.scheduler.plan import Bools, Chunk, Decodes, Draft, Ints, Plan, Unused
 from jaxserve.scheduler.waiting import WaitingQueue
 
 MAX_BACKOFF = 32  # steps without admission after a preemption, at most
 
 # Builds a NamedTuple without its slow Python constructor.
 _new = cast(Callable[[type[Any], tuple[Any, ...]], Any], cast(Any, tuple).__new__)
-
-
-@dataclasses.dataclass(slots=True, eq=False)
-class _Draft:
-    """A step while it is being decided."""
-
-    left: int  # tokens of the budget
-    decodes: Decodes = NO_DECODES
-    prefills: list[tuple[Request, int]] = dataclasses.field(
-        default_factory=list[tuple[Request, int]]
-    )
-    partials: int = 0  # prompts in the middle of their prefill after this step
-    longs: int = 0  # of those, long ones
-    admitted: list[Request] = dataclasses.field(default_factory=list[Request])
-    preempted: list[Request] = dataclasses.field(default_factory=list[Request])
-    closed: Unused | None = None  # why nobody more is admitted
-    indivisible: bool = False  # a whole chunk did not fit
-    hit_tokens: int = 0
-    resume_hit_tokens: int = 0
 
 
 class Scheduler:
@@ -80,7 +60,7 @@ class Scheduler:
     def schedule(self) -> Plan:
         """The next step; the requests' progress counts it as done from here on."""
         self._step += 1
-        draft = _Draft(left=self._rules.token_budget)
+        draft = Draft(left=self._rules.token_budget)
         self._take_decodes(draft)
         prefills = [r for r in self._prefilling if r.num_pending]
         shorts = [r for r in prefills if self._equal_chunks or not self._is_long(r)]
@@ -182,7 +162,7 @@ class Scheduler:
 
     # -- decodes ---------------------------------------------------------------------------------
 
-    def _take_decodes(self, draft: _Draft) -> None:
+    def _take_decodes(self, draft: Draft) -> None:
         """Gives every decoding request its token, after making room where it has none."""
         for request in self._decoding.due():
             at_end = request.num_tokens >= request.max_total  # its last token is on its way
@@ -193,7 +173,7 @@ class Scheduler:
 
     # -- prefills --------------------------------------------------------------------------------
 
-    def _take_prefills(self, draft: _Draft, partial: list[Request], admit: bool) -> None:
+    def _take_prefills(self, draft: Draft, partial: list[Request], admit: bool) -> None:
         """Partial prefills and, with `admit`, the head of the queue, merged in policy order."""
         partial = sorted(partial, key=self._order)
         while draft.left > 0 and not (self._one_prefill and draft.prefills):
@@ -207,14 +187,14 @@ class Scheduler:
         if admit and self.num_waiting and draft.left > 0 and draft.closed is None:
             draft.closed = Unused.POLICY
 
-    def _continue(self, draft: _Draft, request: Request) -> None:
+    def _continue(self, draft: Draft, request: Request) -> None:
         if request.status is not Status.RUNNING:
             return
         num_tokens = self._chunk_size(request.num_pending, draft)
         if num_tokens and self._grow(draft, request, num_tokens):
             self._give(draft, request, num_tokens)
 
-    def _head(self, draft: _Draft) -> Request | None:
+    def _head(self, draft: Draft) -> Request | None:
         """The request to admit next; None, with the reason in `draft.closed`, for nobody."""
         if draft.closed is not None or not self.num_waiting:
             return None
@@ -233,7 +213,7 @@ class Scheduler:
             return None
         return min(known, key=self._order)
 
-    def _admit(self, draft: _Draft, request: Request) -> None:
+    def _admit(self, draft: Draft, request: Request) -> None:
         """Gives the head of the queue a seat and its first chunk, or closes admission."""
         scored = request.sampling.prompt_logprobs is not None and not request.output
         hit = [] if scored and not request.sample else self.kv.match(request)
@@ -273,14 +253,14 @@ class Scheduler:
         if self._grow(draft, request, num_tokens):
             self._give(draft, request, num_tokens)
 
-    def _give(self, draft: _Draft, request: Request, num_tokens: int) -> None:
+    def _give(self, draft: Draft, request: Request, num_tokens: int) -> None:
         draft.prefills.append((request, num_tokens))
         draft.left -= num_tokens
         if num_tokens == request.num_pending:
             draft.partials -= 1
             draft.longs -= self._is_long(request)
 
-    def _chunk_size(self, pending: int, draft: _Draft) -> int:
+    def _chunk_size(self, pending: int, draft: Draft) -> int:
         """Tokens of `pending` that run in this step; 0: a whole chunk does not fit."""
         if not self._equal_chunks:
             return min(pending, draft.left)
@@ -296,7 +276,7 @@ class Scheduler:
             return policy.reserve_tokens(request, self.kv.block_size, self._deterministic)
         return end
 
-    def _grow(self, draft: _Draft, request: Request, num_tokens: int) -> bool:
+    def _grow(self, draft: Draft, request: Request, num_tokens: int) -> bool:
         """Room for `num_tokens` more; preempts until there is.  False: `request` had to go."""
         while not self.kv.try_grow(request, num_tokens):
             beyond = [r for r in self.running if r is request or len(r.blocks) > r.reserved]
@@ -306,7 +286,7 @@ class Scheduler:
                 return False
         return True
 
-    def _preempt(self, draft: _Draft, request: Request) -> None:
+    def _preempt(self, draft: Draft, request: Request) -> None:
         """Takes seat and blocks away; the tokens stay, and are computed again later."""
         draft.prefills = [(r, n) for r, n in draft.prefills if r is not request]
         draft.admitted = [r for r in draft.admitted if r is not request]
@@ -317,7 +297,7 @@ class Scheduler:
         request.num_preempted += 1
         draft.preempted.append(request)
 
-    def _after_preemptions(self, draft: _Draft) -> None:
+    def _after_preemptions(self, draft: Draft) -> None:
         for request in draft.preempted:
             self._enqueue(request)
         self._admit_from = self._step + self._backoff
@@ -357,7 +337,7 @@ class Scheduler:
 
     # -- the plan --------------------------------------------------------------------------------
 
-    def _seal(self, draft: _Draft) -> Plan:
+    def _seal(self, draft: Draft) -> Plan:
         """Snaps the step to a bucket, moves the progress of its prefills on, gives the reason."""
         # A preemption on behalf of a prefill takes its victim's decode out of the step.
         decodes = self._decoding.plan() if draft.preempted else draft.decodes
@@ -401,7 +381,7 @@ class Scheduler:
             self._decoding.join(request, len(request.blocks) * self.kv.block_size)
         return Chunk(request, start, num_tokens, request.epoch, samples)
 
-    def _unused(self, draft: _Draft, used: int, decodes: int) -> Unused | None:
+    def _unused(self, draft: Draft, used: int, decodes: int) -> Unused | None:
         if used >= self._rules.token_budget:
             return None
         if draft.preempted:
