@@ -1,12 +1,15 @@
 """The command line's contract: exit codes, where things are printed, how fast help is."""
 
+import dataclasses
 import subprocess
 import sys
 import time
+import tomllib
 from pathlib import Path
 
 import pytest
 
+DETERMINISTIC = ("--set", "runner.deterministic=true", "--set", "scheduler.token_budget=64")
 COMMANDS = ("generate", "batch", "bench", "model", "config")
 
 
@@ -74,6 +77,7 @@ def test_every_command_explains_itself(command: str, jaxserve):
         (["generate", "x", "--model", ""], ["--model"]),
         (["generate", "a\udc80"], ["PROMPT", "Unicode"]),
         (["config", "--set", "cache.block_size=0"], ["cache.block_size=0"]),
+        (["config", *DETERMINISTIC], ["runner.deterministic", "raise the budget"]),
         (["batch", "in.jsonl"], ["--output"]),
         (["bench", "--workload", "no.jsonl"], ["no.jsonl"]),
         (["bench", "--workload", "no.jsonl", "--repeat", "0"], ["--repeat"]),
@@ -92,13 +96,29 @@ def test_bad_usage_is_one_line_and_exit_2_before_anything_heavy(
     assert assembled == []
 
 
-def test_config_prints_what_it_would_read(tmp_path: Path, jaxserve):
+def test_config_prints_what_would_run_and_reads_it_back(tmp_path: Path, jaxserve, assembled):
     first = jaxserve("config", "--set", "scheduler.token_budget=99", "--model", "m")
     assert first.code == 0
-    assert "token_budget = 99" in first.out
+    printed = tomllib.loads(first.out)
+    assert printed["model"]["name"] == "m"
+    assert printed["scheduler"]["token_budget"] == printed["buckets"]["tokens"][-1] == 99
+    assert printed["buckets"]["rows"][-1] == printed["scheduler"]["max_seqs"]
     path = tmp_path / "c.toml"
     path.write_text(first.out)
     assert jaxserve("config", "--config", path) == first
+    assert assembled == []
+
+
+def test_what_config_derives_is_what_runs(jaxserve, assembled):
+    options = ("--set", "scheduler.token_budget=100", "--set", "model.max_len=200")
+    printed = tomllib.loads(jaxserve("config", *options).out)
+    jaxserve("generate", "x", "--max-tokens", 1, *options)
+    running = assembled[0].config
+    for section in ("buckets", "scheduler"):
+        values = dataclasses.asdict(getattr(running, section))
+        assert printed[section] == {
+            key: list(value) if isinstance(value, tuple) else value for key, value in values.items()
+        }
 
 
 def test_a_model_that_cannot_be_loaded_is_bad_usage(jaxserve, monkeypatch):
