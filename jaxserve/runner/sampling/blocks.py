@@ -60,10 +60,13 @@ def top(blocks: Blocks, count: int) -> tuple[jax.Array, jax.Array]:
 
 
 def _first(flags: jax.Array) -> jax.Array:
-    """i32[R]: the first True of each row of `flags` [R, n]; n - 1 when there is none."""
+    """i32[R]: the first True of each row of `flags` [R, n]; n - 1 when there is none.
+
+    Places are float32, exact below 2^24: XLA reduces integers on a CPU several times slower.
+    """
     count = flags.shape[1]
-    places = jnp.where(flags, jnp.arange(count, dtype=jnp.int32), count - 1)
-    return places.min(axis=1)
+    places = jnp.where(flags, jnp.arange(count, dtype=jnp.float32), float(count - 1))
+    return places.min(axis=1).astype(jnp.int32)
 
 
 def _no_negative_zero(values: jax.Array) -> jax.Array:

@@ -22,6 +22,7 @@ from jaxserve.runner.sampling import blocks as blk
 from jaxserve.runner.sampling import filters
 from jaxserve.runner.sampling import weights as wgt
 from jaxserve.runner.sampling.blocks import Blocks
+from jaxserve.runner.sampling.filters import ValueBorder, WeightBorder
 from jaxserve.runner.sampling.weights import Mass
 
 NARROW = 64  # candidates a row
@@ -139,20 +140,28 @@ def _wide(
     nucleus = wide & (x.top_p < 1)
     least = wide & (x.min_p > 0)
 
-    def with_top_k(weights: jax.Array) -> jax.Array:
-        return filters.top_k(weights, values, peak, x.temperature, x.top_k, limited)
+    every = jnp.full(wide.shape, jnp.iinfo(jnp.int32).max, jnp.int32)
 
-    def with_top_p(weights: jax.Array) -> jax.Array:
-        whole = wgt.add_up(wgt.group_mass(weights))
-        return filters.top_p(weights, whole, filters.wanted(whole, x.top_p), nucleus)
+    def first_k() -> ValueBorder:
+        return filters.top_k(values, peak, x.temperature, x.top_k, limited)
 
-    def with_min_p(weights: jax.Array) -> jax.Array:
-        return jnp.where(weights >= wgt.each(filters.min_p_floor(x.min_p)), weights, 0)
+    def all_values() -> ValueBorder:
+        return ValueBorder(jnp.full(wide.shape, -jnp.inf), every)
 
     def filtered() -> jax.Array:
-        kept = weights
-        for rows, keep in ((limited, with_top_k), (nucleus, with_top_p), (least, with_min_p)):
-            kept = lax.cond(jnp.any(rows), keep, lambda kept: kept, kept)
+        kept = lax.cond(jnp.any(limited), first_k, all_values).keep(values, weights)
+        kept = lax.optimization_barrier(kept)
+
+        def first_p() -> WeightBorder:
+            whole = wgt.add_up(wgt.group_mass(kept))
+            return filters.top_p(kept, whole, filters.wanted(whole, x.top_p), nucleus)
+
+        def all_weights() -> WeightBorder:
+            return WeightBorder(jnp.zeros(wide.shape, jnp.uint32), every)
+
+        kept = lax.cond(jnp.any(nucleus), first_p, all_weights).keep(kept)
+        kept = jnp.where(kept >= wgt.each(filters.min_p_floor(x.min_p)), kept, 0)
+        kept = lax.optimization_barrier(kept)
         return _pick(kept, wgt.group_mass(kept), x.uniform)
 
     return lax.cond(

@@ -1,4 +1,4 @@
-"""Top-k, top-p and min-p as functions from weights to weights: what is not kept gets weight 0.
+"""Borders of top-k, top-p and min-p over a whole vocabulary.
 
 Nothing here sorts the vocabulary.  The border of a kept set is found by trying thresholds, ties at
 the border are kept from the lowest id on.  The kept set does not depend on the thresholds tried,
@@ -31,49 +31,69 @@ def min_p_floor(min_p: jax.Array) -> jax.Array:
     return jnp.minimum((jnp.clip(min_p, 0.0, 1.0) * 2.0**26).astype(jnp.uint32), wgt.ONE)
 
 
+class ValueBorder(NamedTuple):
+    """What top-k keeps: all above `value`, and those equal to it up to id `last`."""
+
+    value: jax.Array  # f32[R]
+    last: jax.Array  # i32[R]
+
+    def keep(self, values: jax.Array, weights: jax.Array) -> jax.Array:
+        """`weights` of the kept ones of `values`, 0 for the others."""
+        edge, last = wgt.each(self.value), wgt.each(self.last)
+        tied = (values == edge) & (wgt.token_ids(values) <= last)
+        return jnp.where((values > edge) | tied, weights, 0)
+
+
+class WeightBorder(NamedTuple):
+    """What top-p keeps: all heavier than `weight`, and those as heavy up to id `last`."""
+
+    weight: jax.Array  # u32[R]
+    last: jax.Array  # i32[R]
+
+    def keep(self, weights: jax.Array) -> jax.Array:
+        """The kept ones of `weights`, 0 for the others."""
+        edge, last = wgt.each(self.weight), wgt.each(self.last)
+        tied = (weights == edge) & (wgt.token_ids(weights) <= last)
+        return jnp.where((weights > edge) | tied, weights, 0)
+
+
 def top_k(
-    weights: jax.Array,  # u32[R, groups, DEPTH, LANES]
     values: jax.Array,  # f32[R, groups, DEPTH, LANES]  adjusted logits
     peak: jax.Array,  # f32[R]
     temperature: jax.Array,  # f32[R]
     count: jax.Array,  # i32[R]  below the vocabulary where `rows`
-    rows: jax.Array,  # bool[R]  rows to filter
-) -> jax.Array:
-    """Keeps the `count` tokens of the highest values.  The border is not exact among tokens that
-    weigh nothing."""
+    rows: jax.Array,  # bool[R]  rows to filter; the others keep everything
+) -> ValueBorder:
+    """Border of the `count` highest values; not exact among tokens that weigh nothing."""
     low = _key(jnp.maximum(peak - _NEGLIGIBLE * temperature, jnp.finfo(jnp.float32).min))
     low = jnp.where(rows, low, 0)
     high = jnp.where(rows, _key(peak) + 1, 1)
-    width = float(values[0].size)
 
     def probe(key: jax.Array) -> "_Probe":
-        found = _count(values >= wgt.each(_value(key)))
+        found = wgt.count(values >= wgt.each(_value(key)))
         return _Probe(found >= count, found == count, jnp.log1p(found.astype(jnp.float32)))
 
     goal = jnp.log1p(count.astype(jnp.float32))
-    nothing = jnp.zeros_like(goal)
-    bounds = _Bounds(low, high, jnp.full_like(goal, jnp.log1p(width)), nothing, ~rows)
-    key, exact = _search(bounds, goal, probe, _Scale(_value, _key))
-    border = wgt.each(_value(key))
+    most = jnp.full_like(goal, jnp.log1p(float(values[0].size)))
+    bounds = _Bounds(low, high, most, jnp.zeros_like(goal), ~rows)
+    key, exact = _search(bounds, goal, probe, _Scale(_value, _key, _halfway))
+    border = _value(key)
 
     def last_tie() -> jax.Array:
-        ties = (values == border).astype(jnp.uint32)
-        missing = jnp.maximum(count - _count(values > border), 1).astype(jnp.uint32)
+        ties = (values == wgt.each(border)).astype(jnp.uint32)
+        missing = jnp.maximum(count - wgt.count(values > wgt.each(border)), 1).astype(jnp.uint32)
         return wgt.pick(ties, wgt.group_mass(ties), wgt.single(missing - 1))
 
-    last = _last_tie(exact, last_tie)
-    ids = wgt.token_ids(values)
-    kept = (values > border) | ((values == border) & (ids <= wgt.each(last)))
-    return jnp.where(kept | wgt.each(~rows), weights, 0)
+    return ValueBorder(jnp.where(rows, border, -jnp.inf), _last_tie(exact, last_tie))
 
 
 def top_p(
     weights: jax.Array,  # u32[R, groups, DEPTH, LANES]
     mass: Mass,  # [R]  of `weights`
     target: Mass,  # [R]  at least 1, at most `mass`
-    rows: jax.Array,  # bool[R]  rows to filter
-) -> jax.Array:
-    """Keeps the heaviest tokens, as few as reach `target`."""
+    rows: jax.Array,  # bool[R]  rows to filter; the others keep everything
+) -> WeightBorder:
+    """Border of the heaviest tokens, as few as reach `target`."""
 
     def heavier(edge: jax.Array) -> Mass:
         inside = jnp.where(weights >= wgt.each(edge), weights, 0)
@@ -90,19 +110,17 @@ def top_p(
     high = jnp.where(rows, jnp.uint32(wgt.ONE + 1), 1)
     whole = wgt.to_float(mass)
     bounds = _Bounds(low, high, whole, jnp.zeros_like(whole), ~rows)
-    border, exact = _search(bounds, wgt.to_float(target), probe, _Scale(_log, _exp))
-    edge = wgt.each(border)
+    scale = _Scale(_log, _exp, lambda low, high: _exp((_log(low) + _log(high)) / 2))
+    border, exact = _search(bounds, wgt.to_float(target), probe, scale)
 
     def last_tie() -> jax.Array:
-        ties = jnp.where(weights == edge, weights, 0)
-        before = wgt.choose(exact, Mass(*map(jnp.zeros_like, target)), heavier(border + 1))
-        missing = wgt.minus(target, before)
-        return wgt.pick(ties, wgt.group_mass(ties), wgt.minus(missing, wgt.single(low + 1)))
+        ties = jnp.where(weights == wgt.each(border), weights, 0)
+        nothing = wgt.single(jnp.zeros_like(border))
+        missing = wgt.minus(target, wgt.choose(exact, nothing, heavier(border + 1)))
+        rank = wgt.minus(missing, wgt.single(jnp.ones_like(border)))
+        return wgt.pick(ties, wgt.group_mass(ties), rank)
 
-    last = _last_tie(exact, last_tie)
-    ids = wgt.token_ids(weights)
-    kept = (weights > edge) | ((weights == edge) & (ids <= wgt.each(last)))
-    return jnp.where(kept | wgt.each(~rows), weights, 0)
+    return WeightBorder(jnp.where(rows, border, 0), _last_tie(exact, last_tie))
 
 
 class _Scale(NamedTuple):
@@ -110,6 +128,7 @@ class _Scale(NamedTuple):
 
     of_key: Callable[[jax.Array], jax.Array]  # u32 -> f32
     to_key: Callable[[jax.Array], jax.Array]  # f32 -> u32
+    middle: Callable[[jax.Array, jax.Array], jax.Array]  # a key between two, halving their distance
 
 
 class _Probe(NamedTuple):
@@ -137,8 +156,8 @@ def _search(
     scale: _Scale,
 ) -> tuple[jax.Array, jax.Array]:
     """The border u32[R]: the largest key that keeps enough, or any key that keeps exactly enough
-    (bool[R] says which).  Thresholds are interpolated, and halved in every second round, which
-    bounds the rounds by twice the bits of a key."""
+    (bool[R] says which).  Thresholds are interpolated, and their distance is halved in every second
+    round, which bounds the rounds by about twice the bits of a key."""
 
     def unfinished(state: tuple[jax.Array, _Bounds]) -> jax.Array:
         return jnp.any(state[1].high - state[1].low > 1)
@@ -149,8 +168,8 @@ def _search(
         share = (b.low_measure - goal) / (b.low_measure - b.high_measure)
         start, end = scale.of_key(b.low), scale.of_key(b.high)
         guess = scale.to_key(start + jnp.clip(share, 0.0, 1.0) * (end - start))
-        middle = b.low + (b.high - b.low) // 2
-        key = jnp.where(turn % 2 == 0, jnp.clip(guess, b.low + 1, b.high - 1), middle)
+        guess = jnp.where(turn % 2 == 0, guess, scale.middle(b.low, b.high))
+        key = jnp.clip(guess, b.low + 1, b.high - 1)
         found = probe(key)
         up, hit = ~done & found.enough, ~done & found.exact
         down = ~done & ~found.enough
@@ -172,9 +191,8 @@ def _last_tie(exact: jax.Array, find: Callable[[], jax.Array]) -> jax.Array:
     return lax.cond(jnp.all(exact), lambda: every, lambda: jnp.where(exact, every, find()))
 
 
-def _count(flags: jax.Array) -> jax.Array:
-    """i32[R] of bool[R, groups, DEPTH, LANES]."""
-    return flags.sum(axis=2, dtype=jnp.int32).sum(axis=(1, 2), dtype=jnp.int32)
+def _halfway(low: jax.Array, high: jax.Array) -> jax.Array:
+    return low + (high - low) // 2
 
 
 def _key(value: jax.Array) -> jax.Array:

@@ -27,7 +27,7 @@ def logprobs(
     places = wgt.to_groups(blocks.values)
     edge, edge_id = wgt.each(target[:, 0]), wgt.each(targets)
     ahead = (places > edge) | ((places == edge) & (wgt.token_ids(places) < edge_id))
-    rank = ahead.sum(axis=2, dtype=jnp.int32).sum(axis=(1, 2), dtype=jnp.int32) + 1
+    rank = wgt.count(ahead) + 1
 
     def log_share(value: jax.Array) -> jax.Array:
         lowest = jnp.finfo(jnp.float32).min

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 ONE = 2**26 - 1  # weight of the most likely token
 DEPTH, LANES = 32, 128
@@ -56,6 +57,12 @@ def weigh(values: jax.Array, peak: jax.Array, temperature: jax.Array) -> jax.Arr
 def group_mass(weights: jax.Array) -> Mass:
     """Mass [R, groups] of u32[R, groups, DEPTH, LANES]."""
     return total(weights.sum(axis=2, dtype=jnp.uint32))
+
+
+def count(flags: jax.Array) -> jax.Array:
+    """i32[R]: how many of bool[R, groups, DEPTH, LANES] are set."""
+    parts = lax.optimization_barrier(flags.sum(axis=2, dtype=jnp.int32))  # one step would not fuse
+    return parts.sum(axis=(1, 2), dtype=jnp.int32)
 
 
 def total(weights: jax.Array) -> Mass:
@@ -131,8 +138,10 @@ def pick(weights: jax.Array, mass: Mass, rank: Mass) -> jax.Array:
 def _descend(mass: Mass, rank: Mass) -> tuple[jax.Array, Mass]:
     """The first entry of Mass [R, n] at which the running mass exceeds `rank` [R] (i32[R]; the last
     one if none does), and the rank inside it."""
-    passed = _carry(*(jnp.cumsum(part, axis=1, dtype=jnp.uint32) for part in mass))
     last = mass.high.shape[1] - 1
+    places = jnp.arange(last + 1)
+    upto = places <= places[:, None]  # a cumulative sum compiles and runs slower for so few entries
+    passed = add_up(Mass(*(jnp.where(upto, part[:, None, :], 0) for part in mass)))
     entry = at_most(passed, column(rank)).sum(axis=1, dtype=jnp.int32)
     entry = jnp.minimum(entry, last)
 
