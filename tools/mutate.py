@@ -23,6 +23,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 NEEDED = 0.95  # share of the faults that must be noticed
 TIMEOUT_S = 600  # a fault that makes the tests hang is noticed too
+GREEN_S = 3600  # all tests of the list once, without a fault
 _FAILED, _GREEN = 1, 0  # pytest's exit codes
 
 
@@ -96,7 +97,7 @@ def check_texts(mutations: list[Mutation]) -> None:
 def check_green(tests: set[str]) -> None:
     with tempfile.TemporaryDirectory(prefix="mutate-") as folder:
         copy_tree(Path(folder))
-        done = pytest(Path(folder), sorted(tests))
+        done = pytest(Path(folder), sorted(tests), GREEN_S)
     if done.returncode != _GREEN:
         raise BadMutation(f"the tests are not green without a fault:\n{done.stdout[-3000:]}")
 
@@ -118,7 +119,7 @@ def attempt(mutation: Mutation) -> Verdict:
         target = Path(folder) / mutation.file
         target.write_text(target.read_text().replace(mutation.find, mutation.replace))
         try:
-            done = pytest(Path(folder), mutation.tests)
+            done = pytest(Path(folder), mutation.tests, TIMEOUT_S)
         except subprocess.TimeoutExpired:
             return Verdict(mutation, True, f"still running after {TIMEOUT_S} s")
     if done.returncode == _GREEN:
@@ -135,11 +136,11 @@ def copy_tree(folder: Path) -> None:
     shutil.copytree(ROOT, folder, ignore=keep_out, dirs_exist_ok=True)
 
 
-def pytest(folder: Path, tests: Iterable[str]) -> subprocess.CompletedProcess[str]:
+def pytest(folder: Path, tests: Iterable[str], timeout: float) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
     environment = os.environ | {"PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
     return subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=timeout
     )
 
 
