@@ -10,18 +10,18 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from jaxserve import admission
-from jaxserve.admission import ModelLimits, QueueFull
 from jaxserve.batch.builder import BatchBuilder
+from jaxserve.batch.flight import Flight
 from jaxserve.batch.logprobs import PromptScores, attach, scored_targets
 from jaxserve.batch.step import Batch, StepResult
 from jaxserve.config import EngineConfig
-from jaxserve.flight import Flight
 from jaxserve.kv.manager import KVManager
 from jaxserve.metrics import StepRecord, Totals
 from jaxserve.request import Output, Request, SamplingParams, Status
-from jaxserve.scheduler import snap
+from jaxserve.scheduler import admission, snap
+from jaxserve.scheduler.admission import ModelLimits, QueueFull
 from jaxserve.scheduler.scheduler import Scheduler
+from jaxserve.scheduler.snap import CostTable
 
 __all__ = ["Engine", "ModelLimits", "QueueFull", "Runner"]
 
@@ -213,7 +213,8 @@ class Engine:
                 if start + num_tokens >= request.num_prompt or request.finish_reason:
                     self._release_followers(request)
         updated = time.perf_counter()
-        record = flight.record(
+        record = _record(
+            flight,
             step=self.stats.steps,
             costs=self.scheduler.costs,
             device_s=result.device_s,
@@ -244,3 +245,45 @@ class Engine:
         self._prompts.clear()
         self.kv.forget_all()
         return outputs
+
+
+def _record(
+    flight: Flight,
+    *,
+    step: int,
+    costs: CostTable,
+    device_s: float,
+    output_tokens: int,
+    wait_s: float,
+    update_s: float,
+) -> StepRecord:
+    """What is known once the step has returned; times in seconds."""
+    plan, batch = flight.plan, flight.batch
+    return StepRecord(
+        step=step,
+        bucket=plan.bucket,
+        rows=plan.decode_tokens + len(plan.chunks),
+        sampler=batch.sampler,
+        decode_tokens=plan.decode_tokens,
+        prefill_tokens=plan.num_tokens - plan.decode_tokens - plan.recomputed_tokens,
+        recomputed_tokens=plan.recomputed_tokens,
+        padded_tokens=plan.bucket - plan.num_tokens,
+        output_tokens=output_tokens,
+        dropped_tokens=batch.num_samples - output_tokens,
+        unused=None if plan.unused is None else str(plan.unused),
+        predicted_s=costs.cost(plan.num_tokens) if costs.measured else None,
+        device_s=device_s,
+        padding_s=device_s * costs.padding_share(plan.num_tokens),
+        schedule_s=flight.schedule_s,
+        build_s=flight.build_s,
+        dispatch_s=flight.dispatch_s,
+        wait_s=wait_s,
+        update_s=update_s,
+        waiting=flight.waiting,
+        running=flight.running,
+        kv_used=flight.kv_used,
+        kv_blocks=flight.kv_blocks,
+        preemptions=len(plan.preempted),
+        hit_tokens=plan.hit_tokens,
+        resume_hit_tokens=plan.resume_hit_tokens,
+    )

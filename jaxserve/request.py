@@ -9,6 +9,7 @@ from typing import NamedTuple, cast
 import numpy as np
 
 MAX_STOP_IDS = 16  # stop_token_ids a request may name beside the model's own EOS ids
+MAX_EOS_IDS = 16  # end-of-sequence ids of a model
 MAX_BIAS = 300  # logit_bias entries
 MAX_LOGPROBS = 20
 MAX_SAMPLES = 64  # n

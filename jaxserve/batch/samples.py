@@ -7,9 +7,8 @@ from numpy.typing import NDArray
 
 from jaxserve.batch.logprobs import wants_scores
 from jaxserve.batch.step import SampleInputs
-from jaxserve.request import MAX_BIAS, MAX_STOP_IDS, Request
+from jaxserve.request import MAX_BIAS, MAX_EOS_IDS, MAX_STOP_IDS, Request
 
-MAX_EOS_IDS = 16  # end-of-sequence ids of a model
 STOP_WIDTH = MAX_STOP_IDS + MAX_EOS_IDS  # A of SampleInputs
 SAMPLERS = ("greedy", "random", "full")  # each serves what those before it serve
 

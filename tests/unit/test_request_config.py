@@ -5,7 +5,6 @@ import math
 
 import pytest
 
-from jaxserve.admission import MAX_EOS_IDS, ModelLimits
 from jaxserve.batch.buckets import resolve, row_buckets, token_buckets
 from jaxserve.config import (
     BucketConfig,
@@ -16,7 +15,8 @@ from jaxserve.config import (
     SamplingConfig,
     SchedulerConfig,
 )
-from jaxserve.request import MAX_BIAS, SamplingParams
+from jaxserve.request import MAX_BIAS, MAX_EOS_IDS, SamplingParams
+from jaxserve.scheduler.admission import ModelLimits
 
 NOT_NUMBERS = ["0.5", None, [1], True]
 

@@ -4,9 +4,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from jaxserve.batch.samples import MAX_EOS_IDS
 from jaxserve.config import EngineConfig
-from jaxserve.request import Request, SamplingParams
+from jaxserve.request import MAX_EOS_IDS, Request, SamplingParams
 
 MAX_SALT = 256  # characters
 _MASK = 2**64 - 1

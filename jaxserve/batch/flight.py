@@ -1,0 +1,24 @@
+"""A step on its way to the device and back."""
+
+import dataclasses
+from typing import Any
+
+from jaxserve.batch.step import Batch
+from jaxserve.scheduler.plan import Chunk, Plan
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Flight:
+    """A dispatched step; numbers are those of the moment it was planned."""
+
+    plan: Plan
+    batch: Batch
+    handle: Any
+    targets: list[tuple[Chunk, list[int]]]  # prompt tokens it scores
+    schedule_s: float
+    build_s: float
+    dispatch_s: float
+    waiting: int
+    running: int
+    kv_used: int
+    kv_blocks: int
