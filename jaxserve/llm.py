@@ -166,19 +166,16 @@ class LLM:
                         raise ValueError(f"prompts[{index}]: {error}") from error
             for generation in generations:
                 while not generation.done:
-                    self._step(generation)
+                    self._step()
         except BaseException:
             self._abort(generations)
             raise
         return [generation.completion() for generation in generations]
 
-    def _step(self, wanted: Generation) -> None:
-        """One step for everybody, unless `wanted` is done by now; chunks of streams go to their
-        queues."""
+    def _step(self) -> None:
+        """One step for everybody; chunks of streams go to their queues."""
         with Uninterrupted(), self._lock:
             self._open()
-            if wanted.done:
-                return
             for generation, chunk in self._driver.step():
                 queue = self._streams.get(generation)
                 if queue is not None:
@@ -192,7 +189,7 @@ class LLM:
                 return chunks.popleft()
             if generation.done:
                 break
-            self._step(generation)
+            self._step()
         self._streams.pop(generation, None)
         return None
 

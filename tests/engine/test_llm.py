@@ -263,13 +263,14 @@ def test_an_interrupt_cancels_the_call_and_keeps_the_llm(monkeypatch):
     expected = contents(llm.generate(PROMPTS, GREEDY))
     real = {name: getattr(engine, name) for name in ("add", "step", "finish")}
     other = llm.stream("other", GREEDY)
-    texts = [next(other).text]
+    texts, reached = [next(other).text], []
     for name, nth in itertools.product(("add", "step", "finish"), range(4)):
         count = itertools.count()
 
         def pressed(*args, call=real[name], nth=nth, count=count, **options):
             if next(count) == nth:
                 signal.raise_signal(signal.SIGINT)
+                reached.append(call.__name__)
             return call(*args, **options)
 
         monkeypatch.setattr(engine, name, pressed)
@@ -280,6 +281,7 @@ def test_an_interrupt_cancels_the_call_and_keeps_the_llm(monkeypatch):
                 signal.raise_signal(signal.SIGINT)
         monkeypatch.setattr(engine, name, real[name])
         assert llm._driver.num_running <= 1
+    assert set(reached) == {"add", "step", "finish"}
     texts += [chunk.text for chunk in other]
     assert "".join(texts) == llm.generate("other", GREEDY)[0].text
     assert idle(llm)
