@@ -138,6 +138,17 @@ def test_row_depends_on_no_neighbour_and_no_row_count():
         assert tokens_of(alone, idle, vocab)[0] == together[row]
 
 
+@pytest.mark.parametrize("rows", [8, 24])
+def test_a_vocabulary_of_several_groups_and_an_odd_size(rows):
+    """The reference's tokens, and the same bits with 8 and with 24 rows."""
+    vocab = 3 * 4096 + 777
+    logits, x = mixture(24, vocab)
+    tokens, u = tokens_of(logits[:rows], reference.take_rows(x, slice(rows)), vocab), uniforms(x)
+    for row in range(rows):
+        assert tokens[row] in reference.possible(logits[row].astype(float), x, row, u[row])
+    assert (tokens == tokens_of(logits, x, vocab)[:rows]).all()
+
+
 def test_greedy_rows_of_a_random_batch_equal_the_greedy_program():
     logits, x = mixture(64, 640)
     greedy = np.asarray(greedy_program(640)(logits).tokens)
