@@ -203,6 +203,16 @@ def test_ties_at_the_border_are_kept_from_the_lowest_id(top_k):
     assert set(drawn) == {*range(top_k - 1), VOCAB - 1}
 
 
+def test_top_p_counts_equal_probabilities_from_the_lowest_id():
+    """So hot that all are equally likely: the kept ones are not among the 64 best values."""
+    rows = 2048
+    row = np.arange(VOCAB, dtype=np.float32)
+    seeds = np.stack([np.arange(rows), np.zeros(rows)], axis=1)
+    x = reference.sample_inputs(rows, VOCAB, temperature=1e30, top_p=9.5 / VOCAB, seed=seeds)
+    drawn = np.unique(tokens_of(np.broadcast_to(row, (rows, VOCAB)), x))
+    assert set(drawn) == set(range(10))
+
+
 def test_noise_is_that_of_the_documented_key():
     x = reference.sample_inputs(
         4, VOCAB, seed=[[5, 0]] * 4, sample=[0, 1, 0, 1], position=[2, 2, 3, 3]
