@@ -18,7 +18,7 @@ from jaxserve.batch.buckets import resolve
 from jaxserve.config import EngineConfig
 from jaxserve.engine import Engine, ModelLimits
 from jaxserve.metrics import StepRecord
-from jaxserve.runner import compile_cache, memory, warmup
+from jaxserve.runner import allocator, compile_cache, memory, warmup
 from jaxserve.runner.device_step import DeviceStep
 from jaxserve.runner.model_runner import ModelRunner
 from jaxserve.runner.programs import compile_programs
@@ -57,6 +57,8 @@ def assemble(
     """
     timer = _Timer()
     compile_cache.enable(config.runner.compile_cache, lambda line: log(f"warning: {line}"))
+    if jax.default_backend() == "cpu":
+        allocator.keep_scratch()
     path = sources.resolve(config.model.name)
     timer.mark("find")
     checkpoint = open_checkpoint(path)
