@@ -3,12 +3,14 @@
 import sys
 import types
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
 from jaxserve.cli.main import main
 from tests.cli import fakes
+from tests.cli.files import Files
 
 
 class Ran(NamedTuple):
@@ -48,3 +50,13 @@ def jaxserve(
         return Ran(code, captured.out, captured.err)
 
     return run
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Files:
+    return Files(tmp_path)
+
+
+@pytest.fixture
+def run(jaxserve, files: Files):
+    return lambda *more: jaxserve("batch", files.input, "--output", files.output, *more)
