@@ -14,14 +14,14 @@ class StepInputs(NamedTuple):
     Padding is at the end of each axis.  Nothing negative: "nowhere" is an index past the end.
     """
 
-    tokens: Array  # i32[T]        token ids; 0 for padding
-    token_seats: Array  # i32[T]   seat whose last sampled token replaces `tokens`; >= seats: use `tokens`
-    positions: Array  # i32[T]     position in its request; 0 for padding
-    slots: Array  # i32[T]         KV slot to write, block * block_size + offset; >= S for padding
-    block_tables: Array  # i32[B, P]  physical blocks of each row; entries past its context are arbitrary but valid
-    query_starts: Array  # i32[B + 1] row b owns tokens query_starts[b]:query_starts[b + 1]; padding rows are empty
-    kv_lens: Array  # i32[B]       tokens of the row in the cache after this step; 0 for padding
-    num_decodes: Array  # i32[1]   the first num_decodes rows have exactly one query
+    tokens: Array  # i32[T]  token ids; 0 for padding
+    token_seats: Array  # i32[T]  seat whose last sampled token is meant; >= seats: see `tokens`
+    positions: Array  # i32[T]  position in its request; 0 for padding
+    slots: Array  # i32[T]  KV slot to write, block * block_size + offset; >= S for padding
+    block_tables: Array  # i32[B, P]  blocks of each row; any valid block past its context
+    query_starts: Array  # i32[B + 1]  row b owns tokens query_starts[b]:query_starts[b + 1]
+    kv_lens: Array  # i32[B]  tokens of the row in the cache after this step; 0 for padding
+    num_decodes: Array  # i32[1]  the first num_decodes rows have exactly one query
 
 
 def step_shapes(tokens: int, rows: int, blocks: int) -> StepInputs:
@@ -45,7 +45,7 @@ def packed_size(shapes: StepInputs) -> int:
 
 
 def unpack(packed: Array, shapes: StepInputs) -> StepInputs:
-    """Views of `packed`, i32[packed_size(shapes)], one a field; works for numpy and inside a jitted step."""
+    """Views of `packed`, i32[packed_size(shapes)], one a field; for numpy and in a jitted step."""
     fields, end = [], 0
     for shape in shapes:
         start, end = end, end + _size(shape)
