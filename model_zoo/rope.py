@@ -147,10 +147,10 @@ def _yarn(s: _Setting) -> tuple[np.ndarray, float]:
     scale = s.values.get("attention_factor")
     if scale is None:
         mscale, mscale_all = s.values.get("mscale"), s.values.get("mscale_all_dim")
-        both = bool(mscale and mscale_all)
-        scale = _mscale(factor, mscale if both else 1.0) / (
-            _mscale(factor, mscale_all) if both else 1.0
-        )
+        if mscale and mscale_all:
+            scale = _mscale(factor, mscale) / _mscale(factor, mscale_all)
+        else:
+            scale = _mscale(factor, 1.0)
 
     def pair_with(turns: float) -> float:
         """The (fractional) pair that makes this many turns over the original context."""

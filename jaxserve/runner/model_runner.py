@@ -108,7 +108,7 @@ class ModelRunner:
         """Waits for what is in flight and gives the device memory back."""
         self._reader.shutdown(wait=True)
         self.weights = None
-        self.state = None
+        del self.state
 
     def costs(self) -> dict[int, float]:
         """Seconds that one run of each token bucket took in warm-up, sampling of its rows

@@ -46,7 +46,8 @@ def ragged_paged_attention(  # noqa: PLR0913  one flat signature for all back en
     """
     if kv.shape[3] != block_size:
         raise ValueError(f"the KV has blocks of {kv.shape[3]} tokens, the step has {block_size}")
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    if scale is None:
+        scale = float(q.shape[-1] ** -0.5)
     mask = xla.Mask(window, soft_cap, scale)
     rows = xla.Rows(block_tables, query_starts, kv_lens, num_decodes[0])
     return xla.ragged_paged_attention(q, kv, layer, rows, mask)
