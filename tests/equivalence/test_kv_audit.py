@@ -1,4 +1,4 @@
-"""T06, B15, B16, B18: a step writes the slots of its tokens and no others."""
+"""T06, B15, B16, B18, B27: a step writes the slots of its tokens and no others."""
 
 from collections.abc import Callable
 from typing import Any
@@ -25,6 +25,7 @@ class Auditor:
         self.num_steps = 0
 
     def dispatch(self, batch: Batch) -> Any:
+        assert not any(array.flags.writeable for array in (batch.packed, *batch.inputs))
         slots = batch.inputs.slots
         real, padding = slots[: batch.num_tokens], slots[batch.num_tokens :]
         assert (real >= 0).all() and (real < self._num_slots).all()
