@@ -25,7 +25,7 @@ def enable(setting: str, warn: Callable[[str], None]) -> Path | None:
         root = Path(platformdirs.user_cache_dir("jaxserve")) / "compiled"
     else:
         root = Path(setting).expanduser()
-    folder = root / f"jax-{jax.__version__}-jaxlib-{version("jaxlib")}"
+    folder = root / f"jax-{jax.__version__}-jaxlib-{version('jaxlib')}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=folder) as probe:

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-DECODE_ROWS = 8  # rows that share one loop over the context
-DECODE_SPAN = 64  # positions a turn of it
+DECODE_ROWS = 16  # rows that share one loop over the context
+DECODE_SPAN = 128  # positions a turn of it
 CHUNK_QUERIES = 64  # queries of one row that share one loop
 CHUNK_SPAN = 256  # positions a turn of it
 
@@ -66,41 +66,46 @@ def _decode(q: jax.Array, kv: jax.Array, layer: jax.Array, batch: Rows, mask: Ma
     blocks = max(1, DECODE_SPAN // block_size)
     span = blocks * block_size
     rows = min(len(batch.kv_lens), num_tokens)
-    pad = -rows % DECODE_ROWS
-    tables = jnp.pad(_pad_to_span(batch.block_tables[:rows], blocks), ((0, pad), (0, 0)))
+    size = min(DECODE_ROWS, rows)
     lens = jnp.where(jnp.arange(rows) < batch.num_decodes, batch.kv_lens[:rows], 0)
-    lens = jnp.pad(lens, (0, pad))
-    queries = jnp.pad(q[:rows], ((0, pad), (0, 0), (0, 0)))
-    queries = queries.reshape(-1, kv_heads, heads // kv_heads, width)
+    # Longest first, so that the rows of a group have nearly equal contexts.
+    lens, order = jax.lax.sort_key_val(-lens, jnp.arange(rows))
+    lens, order = jnp.pad(-lens, (0, -rows % size)), jnp.pad(order, (0, -rows % size))
+    tables = _pad_to_span(batch.block_tables, blocks)[order]
+    queries = q[order].reshape(-1, kv_heads, heads // kv_heads, width).astype(jnp.float32)
 
     def group(index, out):
-        start = index * DECODE_ROWS
-        group_q = jax.lax.dynamic_slice_in_dim(queries, start, DECODE_ROWS)
-        group_tables = jax.lax.dynamic_slice_in_dim(tables, start, DECODE_ROWS)
-        group_lens = jax.lax.dynamic_slice_in_dim(lens, start, DECODE_ROWS)
+        start = index * size
+        group_q = jax.lax.dynamic_slice_in_dim(queries, start, size)
+        group_tables = jax.lax.dynamic_slice_in_dim(tables, start, size)
+        group_lens = jax.lax.dynamic_slice_in_dim(lens, start, size)
         low = jnp.zeros((), jnp.int32)
         if mask.window is not None:
-            firsts = jnp.where(group_lens > 0, group_lens - mask.window, jnp.max(group_lens))
+            firsts = jnp.where(group_lens > 0, group_lens - mask.window, group_lens[0])
             low = jnp.maximum(jnp.min(firsts), 0) // span
 
         def turn(index, state):
             where = jax.lax.dynamic_slice_in_dim(group_tables, index * blocks, blocks, axis=1)
-            pages = kv[layer, where]  # [rows, blocks, K, block_size, 2H]
-            pages = pages.transpose(0, 2, 1, 3, 4).reshape(DECODE_ROWS, kv_heads, span, 2 * width)
+            pages = kv[layer, where]  # [size, blocks, K, block_size, 2H]
+            pages = pages.transpose(0, 2, 1, 3, 4).reshape(size, kv_heads, span, 2 * width)
             positions = index * span + jnp.arange(span)
-            seen = positions < group_lens[:, None]
+            written = positions < group_lens[:, None]
+            seen = written
             if mask.window is not None:
                 seen &= positions >= group_lens[:, None] - mask.window
+            # With so few queries a row the matmuls are faster in float32 (measured on a CPU).
+            pages = pages.astype(jnp.float32)
             return _turn(
-                state, group_q, pages, seen[:, None, None, :], seen[:, None, :, None], mask
+                state, group_q, pages, seen[:, None, None], written[:, None, :, None], mask
             )
 
-        state = jax.lax.fori_loop(low, -(-jnp.max(group_lens) // span), turn, _empty(group_q))
-        return jax.lax.dynamic_update_slice_in_dim(out, _result(state, q.dtype), start, axis=0)
+        state = jax.lax.fori_loop(low, -(-group_lens[0] // span), turn, _empty(group_q))
+        return jax.lax.dynamic_update_slice_in_dim(out, _result(state), start, axis=0)
 
-    out = jax.lax.fori_loop(0, -(-batch.num_decodes // DECODE_ROWS), group, jnp.zeros_like(queries))
-    out = out[:rows].reshape(rows, heads, width)
-    return jnp.pad(out, ((0, num_tokens - rows), (0, 0), (0, 0)))
+    count = jnp.minimum(batch.num_decodes, rows)
+    out = jax.lax.fori_loop(0, -(-count // size), group, jnp.zeros_like(queries))
+    out = out[:rows].reshape(rows, heads, width).astype(q.dtype)
+    return jnp.zeros_like(q).at[order[:rows]].set(out, unique_indices=True)
 
 
 def _chunks(
@@ -145,8 +150,8 @@ def _chunks(
             return _turn(state, tile_q, pages, seen[None], (positions < length)[:, None], mask)
 
         state = jax.lax.fori_loop(low, -(-(first + count) // span), turn, _empty(tile_q))
-        result = _result(state, q.dtype).reshape(kv_heads, heads // kv_heads, tile, width)
-        result = result.transpose(2, 0, 1, 3).reshape(tile, heads, width)
+        result = _result(state).reshape(kv_heads, heads // kv_heads, tile, width)
+        result = result.transpose(2, 0, 1, 3).reshape(tile, heads, width).astype(q.dtype)
         # Tiles come in the order of tokens and a tile is zero past its row, so what it writes too
         # much is either overwritten by the next row or padding.
         return jax.lax.dynamic_update_slice_in_dim(out, result, start, axis=0)
@@ -189,6 +194,6 @@ def _turn(
     return Softmax(state.values * keep + sums, total, top)
 
 
-def _result(state: Softmax, dtype) -> jax.Array:
-    """Weighted mean; zero where nothing was seen."""
-    return (state.values / jnp.where(state.total == 0.0, 1.0, state.total)).astype(dtype)
+def _result(state: Softmax) -> jax.Array:
+    """Weighted mean in float32; zero where nothing was seen."""
+    return state.values / jnp.where(state.total == 0.0, 1.0, state.total)
