@@ -110,7 +110,8 @@ def _resolve(config: EngineConfig, checkpoint: Any) -> tuple[EngineConfig, _Abst
         )
 
     abstract = make(config.model.max_len)
-    max_len = abstract.model_config.max_position
+    asked = config.model.max_len  # what was not asked for is not stretched
+    max_len = abstract.model_config.longest if asked else abstract.model_config.max_position
     block_bytes = _block_bytes(abstract.model_config, config.cache.block_size, dtype)
     if not config.cache.num_blocks:
         gib = _pool_gib(config, abstract, max_len, block_bytes)

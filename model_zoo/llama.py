@@ -33,6 +33,7 @@ class LlamaConfig:
     attention_bias: bool = False
     mlp_bias: bool = False
     max_position: int = 2048  # tokens the model was trained for
+    longest: int = 2048  # tokens it can be served for when the config asks; see `rope.longest`
     dtype: str = "float32"
 
     @classmethod
@@ -61,6 +62,7 @@ class LlamaConfig:
             attention_bias=bool(hf.get("attention_bias", False)),
             mlp_bias=bool(hf.get("mlp_bias", False)),
             max_position=hf.get("max_position_embeddings", 2048),
+            longest=rope.longest(hf),
             dtype=dtype,
         )
 

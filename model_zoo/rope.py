@@ -96,6 +96,16 @@ def from_hf(hf: Mapping[str, Any], *, head_dim: int, max_len: int = 0) -> Rope:
     return Rope(tuple(float(f) for f in table), scale)
 
 
+def longest(hf: Mapping[str, Any]) -> int:
+    """Tokens the model can be served for: its `max_position_embeddings`, which `dynamic` stretches
+    by its factor."""
+    values = dict(hf.get("rope_scaling") or {}) | dict(hf.get("rope_parameters") or {})
+    most = int(hf.get("max_position_embeddings") or 2048)
+    if (values.get("rope_type") or values.get("type")) == "dynamic":
+        return int(most * float(values.get("factor") or 1.0))
+    return most
+
+
 def angles(rope: Rope, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
     """(cos, sin) of positions i32[T], each f32[T, pairs]."""
     angle = positions.astype(jnp.float32)[:, None] * np.array(rope.frequencies, np.float32)

@@ -69,7 +69,8 @@ class Rig:
     ) -> None:
         case = files.tiny_case(name)
         weights = case.weights()
-        write_folder(folder, case.config, weights)
+        hf = _served(case.config)
+        write_folder(folder, hf, weights)
         write_tokenizer(folder)
         config = EngineConfig(
             model=ModelConfig(name=str(folder), dtype="float32", max_len=MAX_LEN),
@@ -83,7 +84,7 @@ class Rig:
         )
         self.assembly = assemble(config)
         self.runner, self.config = self.assembly.runner, self.assembly.config
-        self.reference = Reference(Dense(case.config, weights, length=MAX_LEN))
+        self.reference = Reference(Dense(hf, weights, length=MAX_LEN))
 
     def engine(self, **changes: dict[str, Any]) -> Engine:
         """A fresh engine on a cache full of NaN; `section={name: value}` changes its config.
@@ -196,6 +197,14 @@ def drain(engine: Engine, answers: dict[Request, Answer], steps: int = 100_000) 
                 assert answer.prompt_logprobs is None, "prompt logprobs came twice"
                 answer.prompt_logprobs = output.prompt_logprobs
             answer.finish_reason = output.finish_reason
+
+
+def _served(hf: dict[str, Any]) -> dict[str, Any]:
+    """The config, with a dynamic rope stretched as far as the rig serves."""
+    scaling = hf.get("rope_scaling") or {}
+    if scaling.get("rope_type") != "dynamic":
+        return hf
+    return hf | {"rope_scaling": scaling | {"factor": MAX_LEN / hf["max_position_embeddings"]}}
 
 
 def write_tokenizer(folder: Path) -> None:

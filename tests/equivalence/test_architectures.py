@@ -14,12 +14,7 @@ LENGTHS = (5 * BLOCK + 3, 1, BLOCK, 2 * BLOCK + 1, MAX_LEN - GREEDY.max_tokens)
 ONLY_SCORE = dataclasses.replace(SCORED, max_tokens=0)
 
 
-# The engine serves no more than max_position_embeddings, which for dynamic is the original context.
-STRETCHED = pytest.param("rope_dynamic", marks=pytest.mark.xfail(raises=ValueError, strict=False))
-NAMES = [name if name != "rope_dynamic" else STRETCHED for name in tiny.CONFIGS]
-
-
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", tiny.CONFIGS)
 def test_every_option_equals_the_dense_reference(make_rig: Callable[..., Rig], name: str) -> None:
     """Mixed steps of several chunks and decodes; lengths beyond the original context of 32."""
     rig = make_rig(name, budgets=(16,))
@@ -44,7 +39,7 @@ def test_logprobs_equal_transformers(make_rig: Callable[..., Rig], name: str) ->
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", [STRETCHED, "rope_longrope"])
+@pytest.mark.parametrize("name", ["rope_dynamic", "rope_longrope"])
 def test_b09_the_rope_set_never_switches(make_rig: Callable[..., Rig], name: str) -> None:
     """Generating across the original context of 32: the frequencies are those of the longest
     request served from the first token on, so all at once and step by step agree."""
