@@ -24,6 +24,10 @@ ALLOWED = {
     "jaxserve.engine": HOST
     | {"jaxserve.scheduler", "jaxserve.kv", "jaxserve.batch", "jaxserve.metrics"},
     "jaxserve.text": HOST,
+    "jaxserve.completion": HOST,
+    "jaxserve.fair_lock": set(),
+    "jaxserve.interrupts": set(),
+    "jaxserve.driver": HOST | {"jaxserve.completion", "jaxserve.engine", "jaxserve.text"},
     "jaxserve.runner": HOST | {"jaxserve.batch.step", "model_zoo", "pallas_kernels"},
 }
 NO_JAX = ("request", "config", "metrics", "kv", "scheduler", "batch", "engine", "text")
