@@ -17,8 +17,9 @@ LATE_AFTER = 32  # output tokens of every earlier stream before the late request
 type _Positive = Annotated[int, msgspec.Meta(ge=1)]
 
 
-class WorkItem(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One request of a workload: greedy, EOS ignored."""
+class WorkItem(msgspec.Struct, frozen=True):
+    """One request of a workload: greedy, EOS ignored.  Fields of other tools, such as where a
+    prompt came from, are let through."""
 
     id: int | str
     prompt_token_ids: Annotated[tuple[int, ...], msgspec.Meta(min_length=1)]

@@ -96,7 +96,6 @@ def test_figures_for_people(jaxserve, tmp_path: Path):
         ([{"id": 1, "prompt_token_ids": [1]}], "line 1"),
         ([*lines(1), {"id": 5, "prompt_token_ids": [], "max_tokens": 1}], "line 2"),
         ([{"id": 1, "prompt_token_ids": [1], "max_tokens": 0}], "max_tokens"),
-        ([{"id": 1, "prompt_token_ids": [1], "max_tokens": 1, "x": 2}], "x"),
         ([*lines(1), *lines(1)], "same id"),
         (lines(0, late=1), "arrives at the start"),
         (lines(1, late=1, max_tokens=31), "31"),
@@ -112,6 +111,11 @@ def test_bad_workloads_are_refused_before_anything_heavy(
     ran = jaxserve("bench", "--workload", path)
     assert (ran.code, ran.out, ran.err.count("\n")) == (2, "", 1)
     assert assembled == []
+
+
+def test_fields_of_other_tools_are_let_through(tmp_path: Path):
+    rows = [row | {"src": "a conversation"} for row in lines(2)]
+    assert len(read_workload(write(tmp_path / "W.jsonl", rows))) == 2
 
 
 def test_a_prompt_the_model_cannot_take_is_bad_input(jaxserve, tmp_path: Path):
