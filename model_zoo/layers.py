@@ -17,8 +17,11 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
 
 
 def linear(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
-    """x [T, in] times weight [in, out], summed in float32; dtype of x."""
-    y = jnp.dot(x, weight, preferred_element_type=jnp.float32)
+    """x [T, in] times weight [out, in], summed in float32; dtype of x.
+
+    Checkpoints have weights this way, and so have the faster matmuls of few rows on a CPU.
+    """
+    y = jnp.einsum("ti,oi->to", x, weight, preferred_element_type=jnp.float32)
     if bias is not None:
         y = y + bias.astype(jnp.float32)
     return y.astype(x.dtype)

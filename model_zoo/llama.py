@@ -108,12 +108,12 @@ _ALLOWED: dict[str, tuple[Any, ...]] = {
 
 
 class Layers(nnx.Module):
-    """The weights of all layers, stacked on a leading axis; matrices are [L, in, out]."""
+    """The weights of all layers, stacked on a leading axis; matrices are [L, out, in]."""
 
     def __init__(self, c: LlamaConfig, rngs: nnx.Rngs):
         def normal(size_in: int, size_out: int) -> nnx.Param:
             scale = size_in**-0.5
-            return nnx.Param((rngs.params.normal((c.L, size_in, size_out)) * scale).astype(c.dtype))
+            return nnx.Param((rngs.params.normal((c.L, size_out, size_in)) * scale).astype(c.dtype))
 
         def bias(size: int) -> nnx.Param:
             return nnx.Param((rngs.params.normal((c.L, size)) * 0.02).astype(c.dtype))
@@ -203,7 +203,7 @@ def places(config: LlamaConfig) -> dict[str, Place]:
         found[f"{prefix}.input_layernorm.weight"] = Place("layers.norm1", (layer,))
         found[f"{prefix}.post_attention_layernorm.weight"] = Place("layers.norm2", (layer,))
         for name, (param, part) in columns.items():
-            place = Place(f"layers.{param}", (layer, slice(None), part), transpose=True)
+            place = Place(f"layers.{param}", (layer, part))
             found[f"{prefix}.{name}.weight"] = place
             has_bias = c.mlp_bias if name.startswith("mlp") else c.attention_bias
             if has_bias:

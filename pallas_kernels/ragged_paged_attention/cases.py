@@ -34,17 +34,26 @@ class Inputs(NamedTuple):
     num_decodes: np.ndarray  # i32[1]
 
 
-def make_inputs(case: Case, *, seed: int = 0, longest: int = 0) -> Inputs:
-    """Random arrays of the case: blocks in random order, tables that reach `longest` positions."""
+class Shape(NamedTuple):
+    """Sizes of the arrays; a case that needs less is padded up to them."""
+
+    tokens: int = 0
+    rows: int = 0
+    table: int = 0  # blocks a row
+    blocks: int = 0
+
+
+def make_inputs(case: Case, *, seed: int = 0, at_least: Shape = Shape()) -> Inputs:
+    """Random arrays of the case, with blocks in random order."""
     rng = np.random.default_rng(seed)
     heads, kv_heads, width = case.heads
     size = case.block_size
     used = [-(-length // size) for _, length in case.rows]
-    num_rows = len(case.rows) + case.pad_rows
-    blocks = sum(used) + 3
-    table_width = max([*used, 1, -(-longest // size)])
+    num_rows = max(len(case.rows) + case.pad_rows, at_least.rows)
+    blocks = max(sum(used) + 3, at_least.blocks)
     order = rng.permutation(blocks).astype(np.int32)
-    tables = rng.integers(0, blocks, (num_rows, table_width), dtype=np.int32)
+    # Past its context a row's table may hold anything.
+    tables = rng.integers(0, blocks, (num_rows, max([*used, 1, at_least.table])), dtype=np.int32)
     k, v = np.full((2, blocks, size, kv_heads, width), np.nan, np.float32)
     for row, (_, length) in enumerate(case.rows):
         mine, order = order[: used[row]], order[used[row] :]
@@ -53,10 +62,12 @@ def make_inputs(case: Case, *, seed: int = 0, longest: int = 0) -> Inputs:
             for index, block in enumerate(mine):
                 count = min(size, length - index * size)
                 array[block, :count] = rng.standard_normal((count, kv_heads, width))
-    counts = [count for count, _ in case.rows] + [0] * case.pad_rows
+    counts = [count for count, _ in case.rows] + [0] * (num_rows - len(case.rows))
     starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
-    q = rng.standard_normal((starts[-1] + case.pad_tokens, heads, width)).astype(np.float32)
-    lens = np.array([length for _, length in case.rows] + [0] * case.pad_rows, np.int32)
+    tokens = max(starts[-1] + case.pad_tokens, at_least.tokens)
+    q = rng.standard_normal((tokens, heads, width)).astype(np.float32)
+    lens = np.zeros(num_rows, np.int32)
+    lens[: len(case.rows)] = [length for _, length in case.rows]
     return Inputs(q, k, v, tables, starts, lens, np.array([case.num_decodes], np.int32))
 
 

@@ -14,8 +14,7 @@ import jax.numpy as jnp
 
 DECODE_ROWS = 16  # rows that share one loop over the context
 DECODE_SPAN = 128  # positions a turn of it
-CHUNK_QUERIES = 64  # queries of one row that share one loop
-CHUNK_SPAN = 256  # positions a turn of it
+CHUNK_TILES = ((256, 256), (64, 128))  # (queries of one row that share one loop, positions a turn)
 
 
 class Rows(NamedTuple):
@@ -33,6 +32,15 @@ class Mask(NamedTuple):
     window: int | jax.Array | None
     soft_cap: float | None
     scale: float
+
+
+class Tiles(NamedTuple):
+    """How the rows of a step are cut into tiles of one size."""
+
+    size: int  # queries a tile
+    span: int  # positions a turn of its loop
+    counts: jax.Array  # i32[B]  tiles of each row
+    firsts: jax.Array  # i32[B]  index in T where they begin
 
 
 class Softmax(NamedTuple):
@@ -111,53 +119,96 @@ def _decode(q: jax.Array, kv: jax.Array, layer: jax.Array, batch: Rows, mask: Ma
 def _chunks(
     out: jax.Array, q: jax.Array, kv: jax.Array, layer: jax.Array, rows: Rows, mask: Mask
 ) -> jax.Array:
-    """`out` with the rows of many queries filled in, tile by tile of queries of one row."""
-    num_tokens, heads, width = q.shape
-    kv_heads, block_size = kv.shape[2:4]
-    blocks = max(1, CHUNK_SPAN // block_size)
-    tables = _pad_to_span(rows.block_tables, blocks)
-    query_starts = rows.query_starts
-    span = blocks * block_size
-    tile = min(CHUNK_QUERIES, num_tokens)
-    counts = query_starts[1:] - query_starts[:-1]
-    tiles = jnp.where(jnp.arange(len(counts)) < rows.num_decodes, 0, -(-counts // tile))
-    ends = jnp.cumsum(tiles)
-    queries = jnp.pad(q, ((0, tile), (0, 0), (0, 0)))
+    """`out` with the rows of many queries filled in, tile by tile of queries of one row.
 
-    def one_tile(index, out):
+    A row is cut into as many large tiles as it fills, and small ones for its rest.
+    """
+    num_tokens = len(q)
+    widest = max(span for _, span in CHUNK_TILES)
+    tables = _pad_to_span(rows.block_tables, max(1, widest // kv.shape[3]))
+    rows = rows._replace(block_tables=tables)
+    counts = rows.query_starts[1:] - rows.query_starts[:-1]
+    left = jnp.where(jnp.arange(len(counts)) < rows.num_decodes, 0, counts)
+    smallest = min(num_tokens, CHUNK_TILES[-1][0])
+    padding = ((0, CHUNK_TILES[0][0]), (0, 0), (0, 0))
+    q, out = jnp.pad(q, padding), jnp.pad(out, padding)
+    for size, span in CHUNK_TILES:
+        if size > num_tokens and size != CHUNK_TILES[-1][0]:
+            continue
+        size = min(size, num_tokens)
+        if size == smallest:
+            tiles = -(-left // size)
+        else:  # one large tile, even if a quarter of it is idle, costs less than small ones
+            tiles = (left + size // 4) // size
+        firsts = rows.query_starts[1:] - left
+        out = _tiles(out, q, kv, layer, rows, mask, Tiles(size, span, tiles, firsts))
+        left = jnp.maximum(left - tiles * size, 0)
+    return out[:num_tokens]
+
+
+def _tiles(  # noqa: PLR0913  a step's arrays, and the plan
+    out: jax.Array,
+    q: jax.Array,
+    kv: jax.Array,
+    layer: jax.Array,
+    rows: Rows,
+    mask: Mask,
+    plan: Tiles,
+) -> jax.Array:
+    """`out` with the tiles of one size filled in; q and out are padded by at least that size."""
+    ends = jnp.cumsum(plan.counts)
+
+    def one_tile(index: jax.Array, out: jax.Array) -> jax.Array:
         row = jnp.sum(ends <= index)
-        start = query_starts[row] + (index - ends[row] + tiles[row]) * tile
-        count = jnp.minimum(query_starts[row + 1] - start, tile)
-        length = rows.kv_lens[row]
-        first = length - (query_starts[row + 1] - start)  # position of the first query
-        at = first + jnp.arange(tile)
-        tile_q = jax.lax.dynamic_slice_in_dim(queries, start, tile)
-        tile_q = tile_q.reshape(tile, kv_heads, heads // kv_heads, width).transpose(1, 2, 0, 3)
-        tile_q = tile_q.reshape(kv_heads, -1, width)
-        low = jnp.zeros((), jnp.int32)
-        if mask.window is not None:
-            low = jnp.maximum(first + 1 - mask.window, 0) // span
-
-        def turn(index, state):
-            where = jax.lax.dynamic_slice(tables, (row, index * blocks), (1, blocks))[0]
-            pages = kv[layer, where]  # [blocks, K, block_size, 2H]
-            pages = pages.transpose(1, 0, 2, 3).reshape(kv_heads, span, 2 * width)
-            positions = index * span + jnp.arange(span)
-            seen = (positions <= at[:, None]) & (jnp.arange(tile)[:, None] < count)
-            if mask.window is not None:
-                seen &= positions > at[:, None] - mask.window
-            seen = jnp.tile(seen, (heads // kv_heads, 1))
-            return _turn(state, tile_q, pages, seen[None], (positions < length)[:, None], mask)
-
-        state = jax.lax.fori_loop(low, -(-(first + count) // span), turn, _empty(tile_q))
-        result = _result(state).reshape(kv_heads, heads // kv_heads, tile, width)
-        result = result.transpose(2, 0, 1, 3).reshape(tile, heads, width).astype(q.dtype)
-        # Tiles come in the order of tokens and a tile is zero past its row, so what it writes too
-        # much is either overwritten by the next row or padding.
+        start = plan.firsts[row] + (index - ends[row] + plan.counts[row]) * plan.size
+        end = rows.query_starts[row + 1]
+        tile = jax.lax.dynamic_slice_in_dim(q, start, plan.size)
+        result = _tile(tile, kv, layer, rows, mask, (row, start, plan.span))
+        old = jax.lax.dynamic_slice_in_dim(out, start, plan.size)  # what lies past the row's end
+        inside = (start + jnp.arange(plan.size) < end)[:, None, None]
+        result = jnp.where(inside, result.astype(out.dtype), old)
         return jax.lax.dynamic_update_slice_in_dim(out, result, start, axis=0)
 
-    out = jnp.pad(out, ((0, tile), (0, 0), (0, 0)))
-    return jax.lax.fori_loop(0, ends[-1], one_tile, out)[:num_tokens]
+    return jax.lax.fori_loop(0, ends[-1], one_tile, out)
+
+
+def _tile(  # noqa: PLR0913  a step's arrays, and which tile
+    q: jax.Array,  # [Q, N, H]  queries of one row; what lies past its end gives garbage
+    kv: jax.Array,
+    layer: jax.Array,
+    rows: Rows,
+    mask: Mask,
+    place: tuple[jax.Array, jax.Array, int],  # row, index in T of the first query, span
+) -> jax.Array:  # f32[Q, N, H]
+    row, start, span = place
+    size, heads, width = q.shape
+    kv_heads, block_size = kv.shape[2:4]
+    blocks = max(1, span // block_size)
+    span = blocks * block_size
+    length = rows.kv_lens[row]
+    first = length - (rows.query_starts[row + 1] - start)  # position of the first query
+    at = first + jnp.arange(size)
+    folded = q.reshape(size, kv_heads, -1, width).transpose(1, 2, 0, 3)
+    folded = folded.reshape(kv_heads, -1, width)
+    low = jnp.zeros((), jnp.int32)
+    if mask.window is not None:
+        low = jnp.maximum(first + 1 - mask.window, 0) // span
+
+    def turn(index: jax.Array, state: Softmax) -> Softmax:
+        where = jax.lax.dynamic_slice(rows.block_tables, (row, index * blocks), (1, blocks))[0]
+        pages = kv[layer, where]  # [blocks, K, block_size, 2H]
+        pages = pages.transpose(1, 0, 2, 3).reshape(kv_heads, span, 2 * width)
+        positions = index * span + jnp.arange(span)
+        seen = positions <= at[:, None]
+        if mask.window is not None:
+            seen &= positions > at[:, None] - mask.window
+        seen = jnp.tile(seen, (heads // kv_heads, 1))
+        return _turn(state, folded, pages, seen, (positions < length)[:, None], mask)
+
+    end = jnp.minimum(first + size, length)
+    state = jax.lax.fori_loop(low, -(-end // span), turn, _empty(folded))
+    result = _result(state).reshape(kv_heads, heads // kv_heads, size, width)
+    return result.transpose(2, 0, 1, 3).reshape(size, heads, width)
 
 
 def _empty(q: jax.Array) -> Softmax:
@@ -185,12 +236,10 @@ def _turn(
     scores = jnp.where(seen, scores, -jnp.inf)
     top = jnp.maximum(state.top, jnp.max(scores, axis=-1, keepdims=True))
     safe = jnp.where(top == -jnp.inf, 0.0, top)  # nothing seen yet: exp(-inf - 0) is 0
-    weights = jnp.exp(scores - safe)
+    weights = jnp.exp(scores - safe).astype(v.dtype)
     keep = jnp.exp(state.top - safe)
-    sums = jnp.einsum(
-        "...qs,...sh->...qh", weights.astype(v.dtype), v, preferred_element_type=jnp.float32
-    )
-    total = state.total * keep + jnp.sum(weights, axis=-1, keepdims=True)
+    sums = jnp.einsum("...qs,...sh->...qh", weights, v, preferred_element_type=jnp.float32)
+    total = state.total * keep + jnp.sum(weights, axis=-1, keepdims=True, dtype=jnp.float32)
     return Softmax(state.values * keep + sums, total, top)
 
 

@@ -101,7 +101,7 @@ def damaged(saved, tmp_path):
 def test_b88_parameters_that_do_not_fit_the_config_are_named(saved, tmp_path):
     copy = damaged(saved, tmp_path)
     (copy / "config.json").write_text(json.dumps(CONFIG | {"intermediate_size": 100}))
-    with pytest.raises(ValueError, match=r"layers.down is \(2, 96, 72\), needs \(2, 100, 72\)"):
+    with pytest.raises(ValueError, match=r"layers.down is \(2, 72, 96\), needs \(2, 72, 100\)"):
         open_checkpoint(copy)
     (copy / "config.json").write_text(json.dumps(CONFIG | {"attention_bias": True}))
     with pytest.raises(ValueError, match="layers.out_bias is None, needs"):

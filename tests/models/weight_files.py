@@ -150,7 +150,7 @@ def expected_params(config: Mapping[str, Any], weights: Weights) -> Weights:
 
     def stack(*names: str, kind: str = "weight") -> np.ndarray:
         parts = [[weights[f"model.layers.{i}.{name}.{kind}"] for name in names] for i in layers]
-        return np.stack([np.concatenate(part, axis=0).T for part in parts])
+        return np.stack([np.concatenate(part, axis=0) for part in parts])
 
     qkv = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     found = {
