@@ -43,7 +43,10 @@ class Shape(NamedTuple):
     blocks: int = 0
 
 
-def make_inputs(case: Case, *, seed: int = 0, at_least: Shape = Shape()) -> Inputs:
+_NO_PADDING = Shape()
+
+
+def make_inputs(case: Case, *, seed: int = 0, at_least: Shape = _NO_PADDING) -> Inputs:
     """Random arrays of the case, with blocks in random order."""
     rng = np.random.default_rng(seed)
     heads, kv_heads, width = case.heads

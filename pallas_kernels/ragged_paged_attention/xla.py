@@ -227,9 +227,8 @@ def _turn(
     """Adds one span to the state."""
     width = q.shape[-1]
     k = pages[..., :width]
-    v = jnp.where(
-        written, pages[..., width:], 0
-    )  # 0 x NaN is NaN: what nobody sees must be a number
+    # 0 x NaN is NaN: what nobody sees must be a number.
+    v = jnp.where(written, pages[..., width:], 0)
     scores = jnp.einsum("...qh,...sh->...qs", q, k, preferred_element_type=jnp.float32) * mask.scale
     if mask.soft_cap is not None:
         scores = mask.soft_cap * jnp.tanh(scores / mask.soft_cap)
