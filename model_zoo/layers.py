@@ -17,20 +17,20 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
 
 
 def linear(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
-    """x [T, in] times weight [out, in], summed in float32; dtype of x.
+    """x [T, in] times weight [out, in], float32.
 
     Checkpoints have weights this way, and so have the faster matmuls of few rows on a CPU.
     """
     y = jnp.einsum("ti,oi->to", x, weight, preferred_element_type=jnp.float32)
     if bias is not None:
         y = y + bias.astype(jnp.float32)
-    return y.astype(x.dtype)
+    return y
 
 
 def gated_mlp(x: jax.Array, w: Weights) -> jax.Array:
-    """down(silu(gate(x)) * up(x)); gate and up are one weight (arXiv 2002.05202)."""
+    """down(silu(gate(x)) * up(x)) in float32; gate and up are one weight (arXiv 2002.05202)."""
     gate, up = jnp.split(linear(x, w["gate_up"], w.get("gate_up_bias")), 2, axis=-1)
-    gated = jax.nn.silu(gate.astype(jnp.float32)) * up.astype(jnp.float32)
+    gated = jax.nn.silu(gate) * up
     return linear(gated.astype(x.dtype), w["down"], w.get("down_bias"))
 
 
