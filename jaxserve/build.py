@@ -26,7 +26,7 @@ from jaxserve.text.tokenizer import Tokenizer, load_tokenizer
 from model_zoo import registry
 from model_zoo.weights import load_module, open_checkpoint
 
-CPU_DTYPE = "bfloat16"
+DEFAULT_DTYPE = "bfloat16"  # of model.dtype "auto"
 Log = Callable[[str], None]
 
 
@@ -100,7 +100,7 @@ class _Abstract(NamedTuple):
 def _resolve(config: EngineConfig, checkpoint: Any) -> tuple[EngineConfig, _Abstract]:
     hf = checkpoint.hf_config
     family = registry.family(hf["model_type"])
-    dtype = _dtype(config.model.dtype)
+    dtype = DEFAULT_DTYPE if config.model.dtype == "auto" else config.model.dtype
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, dtype=dtype))
 
     def make(max_len: int) -> _Abstract:
@@ -119,12 +119,6 @@ def _resolve(config: EngineConfig, checkpoint: Any) -> tuple[EngineConfig, _Abst
         config = dataclasses.replace(config, cache=cache)
     config = resolve(config, max_len, block_bytes)
     return config, make(config.model.max_len)
-
-
-def _dtype(name: str) -> str:
-    if name != "auto":
-        return name
-    return CPU_DTYPE if jax.default_backend() == "cpu" else "bfloat16"
 
 
 def _block_bytes(model_config: Any, block_size: int, dtype: str) -> int:

@@ -105,7 +105,7 @@ def assemble(
 
     try:
         return build(config, on_step=on_step, log=log if args.verbose else log_warning)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RuntimeError) as error:  # RuntimeError: a proof, the device
         if args.verbose:
             raise
         raise UsageError(one_line(error)) from error

@@ -4,7 +4,6 @@ bucket.
 
 import dataclasses
 import time
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -16,8 +15,6 @@ from jaxserve.config import EngineConfig
 from jaxserve.runner import packing
 from jaxserve.runner.device_step import SEED_TOKENS, DeviceStep
 from jaxserve.runner.programs import CompileCounter, Manifest, compile_programs
-
-Progress = Callable[[int, int], None]
 
 
 @dataclasses.dataclass(slots=True)
@@ -39,17 +36,10 @@ class ModelRunner:
     Nothing compiles after `warm_up`: a batch of an undeclared shape raises KeyError.
     """
 
-    def __init__(
-        self,
-        step: DeviceStep,
-        config: EngineConfig,
-        *,
-        threads: int = 1,
-        progress: Progress | None = None,
-    ):
+    def __init__(self, step: DeviceStep, config: EngineConfig, *, threads: int = 1):
         self.config = config
         self.step = step
-        self.manifest = Manifest(compile_programs(step.specs(), threads=threads, progress=progress))
+        self.manifest = Manifest(compile_programs(step.specs(), threads=threads))
         self.compiles = CompileCounter()
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="jaxserve-read")
         self._last_done = 0.0

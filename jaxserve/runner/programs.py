@@ -3,7 +3,6 @@ runs.
 """
 
 import dataclasses
-import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -110,25 +109,13 @@ class Manifest:
         ]
 
 
-def compile_programs(
-    specs: Sequence[ProgramSpec],
-    *,
-    threads: int = 1,
-    progress: Callable[[int, int], None] | None = None,
-) -> list[Program]:
+def compile_programs(specs: Sequence[ProgramSpec], *, threads: int = 1) -> list[Program]:
     """Lowers one after the other (tracing holds the interpreter), compiles in `threads`."""
-    done, lock = 0, threading.Lock()
 
     def compile_one(spec: ProgramSpec, lowered: Any, lower_s: float) -> Program:
-        nonlocal done
         start = time.perf_counter()
         compiled = lowered.compile(compiler_options=dict(spec.compiler_options) or None)
-        program = Program(spec, compiled, lower_s + time.perf_counter() - start)
-        with lock:
-            done += 1
-            if progress is not None:
-                progress(done, len(specs))
-        return program
+        return Program(spec, compiled, lower_s + time.perf_counter() - start)
 
     with ThreadPoolExecutor(max(1, threads)) as pool:
         futures = []

@@ -137,3 +137,15 @@ def test_an_interrupt_ends_without_a_traceback(jaxserve, monkeypatch):
 
     monkeypatch.setattr(sys.modules["jaxserve.build"], "assemble", assemble)
     assert jaxserve("generate", "x") == (130, "", "")
+
+
+def test_a_program_that_fails_its_proof_is_one_line(jaxserve, monkeypatch):
+    """So is a device without memory: both raise RuntimeError."""
+
+    def assemble(*args: object, **options: object) -> None:
+        raise RuntimeError("program backbone[8] differs; leave it out of buckets.tokens")
+
+    monkeypatch.setattr(sys.modules["jaxserve.build"], "assemble", assemble)
+    ran = jaxserve("generate", "hello")
+    assert ran.code == 2 and ran.out == ""
+    assert ran.err.count("\n") == 1 and "buckets.tokens" in ran.err

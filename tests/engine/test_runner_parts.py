@@ -62,9 +62,8 @@ def spec(bucket: int) -> ProgramSpec:
 
 def test_programs_compile_once_and_never_again():
     counter = CompileCounter()
-    seen = []
-    programs = compile_programs([spec(4), spec(16)], progress=lambda *at: seen.append(at))
-    assert counter.count == 2 and seen == [(1, 2), (2, 2)]
+    programs = compile_programs([spec(4), spec(16)])
+    assert counter.count == 2
     manifest = Manifest(programs)
     counter.reset()
     assert manifest.buckets("double") == (4, 16) and manifest.buckets("other") == ()
