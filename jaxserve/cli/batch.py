@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
     from jaxserve.offline.writer import InputError, check_paths
 
     config = common.read_config(args)
-    defaults = common.read_sampling(args)
+    common.read_sampling(args)
     try:
         check_paths(args.input, args.output, overwrite=args.overwrite)
         total = reader.scan(args.input)
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
     assembly = common.assemble(config, args)
     begun = time.monotonic()
     totals = Totals()
-    options = JobOptions(defaults=defaults, token_ids=args.token_ids, any_model=args.any_model)
+    options = JobOptions(token_ids=args.token_ids)
     try:
         stopped = _run_job(args, assembly, options, totals, total)
     finally:
@@ -87,20 +87,27 @@ def _run_job(
     num_lines: int,
 ) -> int | None:
     """Runs the job; the exit code when something stopped it before its end."""
-    from jaxserve.offline.job import EngineBroken, Job
+    from jaxserve.offline.job import Job, JobFailed
+    from jaxserve.offline.jsonl import read_lines
+    from jaxserve.offline.parse import Encoder, Parser
     from jaxserve.offline.progress import make_progress
+    from jaxserve.offline.reader import Reader
     from jaxserve.offline.writer import InputError, Writer
 
+    encode = Encoder(assembly.tokenizer, assembly.config, any_model=args.any_model)
+    parse = Parser(common.read_sampling(args), encode)
     try:
         with Writer(args.output, overwrite=args.overwrite) as writer:
             progress = make_progress(num_lines, sys.stderr)
+            source = Reader(read_lines(args.input), parse)
             try:
-                Job(assembly, options, totals).run(args.input, writer, progress)
+                Job(assembly, options, totals).run(source, writer, progress)
             finally:
+                source.stop()
                 progress.close()
     except InputError as error:
         raise common.UsageError(str(error)) from error
-    except (OSError, EngineBroken) as error:  # a full disk, a share or a device that is gone
+    except (OSError, JobFailed) as error:  # a full disk, a share or a device that is gone
         common.note(f"error: {common.one_line(error)}")
         return common.SOME_FAILED
     except KeyboardInterrupt:

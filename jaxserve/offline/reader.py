@@ -3,38 +3,21 @@
 import queue
 import threading
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import numpy as np
 
 from jaxserve.offline import tasks
 from jaxserve.offline.jsonl import Line, LineError, parse_object, read_lines, shorten
-from jaxserve.offline.tasks import Task
+from jaxserve.offline.parse import Failed, Ready
 from jaxserve.offline.writer import InputError
-from jaxserve.request import SamplingParams
 
 READ_AHEAD = 256  # lines that wait, parsed and tokenised, for the engine
-
-
-class Ready(NamedTuple):
-    """A line that can be given to the engine."""
-
-    number: int
-    custom_id: str
-    task: Task
-    prompt: list[int]  # token ids
-
-
-class Failed(NamedTuple):
-    """A line that cannot."""
-
-    number: int
-    custom_id: str | None
-    error: LineError
+WAIT_SECONDS = 0.1
 
 
 def scan(path: Path) -> int:
@@ -57,19 +40,13 @@ def scan(path: Path) -> int:
 
 
 class Reader:
-    """Parses and tokenises in a thread of its own, at most READ_AHEAD lines ahead."""
+    """A source of parsed and tokenised lines, worked at in a thread of its own at most READ_AHEAD
+    lines ahead."""
 
-    def __init__(
-        self,
-        path: Path,
-        defaults: SamplingParams,
-        encode: Callable[[Task], list[int]],
-    ) -> None:
-        """`encode` gives the token ids of a task; its ValueError or LineError fails that line
-        alone."""
-        self._path = path
-        self._defaults = defaults
-        self._encode = encode
+    def __init__(self, lines: Iterable[Line], parse: Callable[[Line], Ready | Failed]) -> None:
+        """`lines` is iterated, and `parse` called, in that thread."""
+        self._lines = lines
+        self._parse = parse
         self._queue: queue.Queue[Ready | Failed | BaseException | None] = queue.Queue(READ_AHEAD)
         self._stopped = threading.Event()
         self._ended = False
@@ -82,14 +59,15 @@ class Reader:
         return self._ended
 
     def take(self, *, wait: bool) -> Ready | Failed | None:
-        """The next line in order; None at the end, or without `wait` when none is ready yet.
+        """The next line in order; None at the end, or when none is ready yet (with `wait`: within
+        WAIT_SECONDS, so that whoever takes can look at other things too).
 
         An OSError of the file comes out here.
         """
         if self._ended:
             return None
         try:
-            item = self._queue.get(block=wait)
+            item = self._queue.get(block=wait, timeout=WAIT_SECONDS)
         except queue.Empty:
             return None
         if isinstance(item, BaseException):
@@ -105,8 +83,8 @@ class Reader:
 
     def _work(self) -> None:
         try:
-            for line in read_lines(self._path):
-                if not self._put(self._read(line)):
+            for line in self._lines:
+                if not self._put(self._parse(line)):
                     return
             self._put(None)
         except BaseException as error:  # whatever it is belongs to the thread that takes
@@ -121,18 +99,6 @@ class Reader:
                 continue
             return True
         return False
-
-    def _read(self, line: Line) -> Ready | Failed:
-        name = None
-        try:
-            value = parse_object(line)
-            name = tasks.custom_id(value, line.number)
-            task = tasks.parse_task(value, self._defaults)
-            return Ready(line.number, name, task, self._encode(task))
-        except LineError as error:
-            return Failed(line.number, name, error)
-        except ValueError as error:
-            return Failed(line.number, name, LineError("invalid_request", str(error)))
 
 
 class _Head(msgspec.Struct):

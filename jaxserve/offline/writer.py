@@ -2,9 +2,11 @@
 
 import os
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Self
 
-import msgspec
+if TYPE_CHECKING:
+    from jaxserve.offline.job import Outcome
+    from jaxserve.offline.jsonl import Place
 
 
 class InputError(ValueError):
@@ -43,10 +45,10 @@ class Writer:
         except FileExistsError as error:
             raise InputError(f"--output {path} exists by now; it was not touched") from error
 
-    def write(self, result: dict[str, Any]) -> None:
-        """Valid JSON in UTF-8, whatever the numbers are: msgspec writes those JSON cannot as
-        null."""
-        self._file.write(msgspec.json.encode(result) + b"\n")
+    def write(self, place: "Place", outcome: "Outcome", result: bytes) -> None:
+        self._file.write(result + b"\n")
+
+    def flush(self) -> None:
         self._file.flush()
 
     def __enter__(self) -> Self:

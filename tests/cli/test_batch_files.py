@@ -57,12 +57,12 @@ def test_an_interrupt_keeps_what_is_done_and_reports_it(run, files: Files, monke
 
     write, count = Writer.write, 0
 
-    def interrupted(self, result):
+    def interrupted(self, *result):
         nonlocal count
         count += 1
         if count == 11:
             raise KeyboardInterrupt
-        write(self, result)
+        write(self, *result)
 
     monkeypatch.setattr(Writer, "write", interrupted)
     files.write(*({"prompt": f"{i}"} for i in range(500)))
@@ -122,7 +122,7 @@ def test_samples_that_end_in_one_step_give_one_result(caching: str, run, files: 
 def test_a_disk_that_is_full_is_one_line_and_exit_1(run, files: Files, monkeypatch):
     from jaxserve.offline.writer import Writer
 
-    def full(self, result):
+    def full(self, *result):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Writer, "write", full)

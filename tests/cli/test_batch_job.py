@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from jaxserve.config import EngineConfig
 from jaxserve.llm import LLM
 from jaxserve.offline import jsonl, reader
-from jaxserve.offline.job import short_name
+from jaxserve.offline.parse import Parser
+from jaxserve.offline.tasks import short_name
 from jaxserve.request import SamplingParams
 from tests.cli import fakes
 from tests.cli.files import GOOD, Files, strict
@@ -190,8 +191,9 @@ def test_b80_results_are_written_as_they_finish_and_the_window_is_bounded(
         taken += item is not None
         return item
 
-    def watching(self, result):
-        write(self, result)
+    def watching(self, *result):
+        write(self, *result)
+        self.flush()
         on_disk = files.output.read_bytes().count(b"\n")
         if len(first_written_at) < 1:
             first_written_at.append(taken)
@@ -216,7 +218,8 @@ def test_the_reader_stays_a_bounded_number_of_lines_ahead(files: Files):
         parsed += 1
         return [1]
 
-    source = reader.Reader(files.input, SamplingParams(), encode)
+    parse = Parser(SamplingParams(), encode)
+    source = reader.Reader(jsonl.read_lines(files.input), parse)
     deadline = time.monotonic() + 5
     while parsed < reader.READ_AHEAD and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -224,7 +227,7 @@ def test_the_reader_stays_a_bounded_number_of_lines_ahead(files: Files):
     assert parsed <= reader.READ_AHEAD + 1
     numbers = []
     while (item := source.take(wait=True)) is not None:
-        numbers.append(item.number)
+        numbers.append(item.place.number)
     assert numbers == list(range(1, 1001))
     assert source.ended
     source.stop()
@@ -232,7 +235,8 @@ def test_the_reader_stays_a_bounded_number_of_lines_ahead(files: Files):
 
 def test_a_reader_that_nobody_empties_can_be_stopped(files: Files):
     files.write(*({"prompt": f"{i}"} for i in range(1000)))
-    source = reader.Reader(files.input, SamplingParams(), lambda task: [1])
+    parse = Parser(SamplingParams(), lambda task: [1])
+    source = reader.Reader(jsonl.read_lines(files.input), parse)
     source.stop()
     assert threading.active_count() == 1 or not any(
         thread.name == "jaxserve-reader" for thread in threading.enumerate()
@@ -324,14 +328,14 @@ def test_any_model(run, files: Files):
 )
 def test_b79_the_first_look_misses_no_id(name: object, more: str, plain: bool):
     text = f'{{"custom_id": {json.dumps(name)}{more}' + ("}" if plain else ', "body": {}}')
-    line = jsonl.Line(3, text.encode())
+    line = jsonl.Line(jsonl.Place(3), text.encode())
     strict_id = reader._custom_id(line)
     assert strict_id is None or reader._quick_id(line) == strict_id
 
 
 @pytest.mark.parametrize("bad", [line for line, _, _ in BAD if isinstance(line, bytes)])
 def test_b83_the_first_look_survives_every_bad_line(bad: bytes):
-    assert reader._quick_id(jsonl.Line(1, bad)) in (None, "line-1")
+    assert reader._quick_id(jsonl.Line(jsonl.Place(1), bad)) in (None, "line-1")
 
 
 @pytest.mark.parametrize(
