@@ -5,6 +5,7 @@ Knows no files: the same loop runs over a local file, inside a Ray actor, and in
 
 import dataclasses
 import enum
+import hashlib
 from collections import Counter
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -15,13 +16,16 @@ from jaxserve.engine import QueueFull
 from jaxserve.interrupts import Uninterrupted
 from jaxserve.offline import results
 from jaxserve.offline.jsonl import LineError, Place
+from jaxserve.offline.lookahead import LookAhead
 from jaxserve.offline.parse import Failed, Ready
 from jaxserve.offline.progress import Progress
+from jaxserve.request import SamplingParams
 
 if TYPE_CHECKING:
     from jaxserve.build import Assembly
 
-WINDOW_SEATS = 4  # samples in flight, in multiples of max_seqs: the scheduler has a choice
+WINDOW_SEATS = 4  # samples in flight at most, in multiples of max_seqs
+QUEUED_SEATS = 1  # samples queued for seats, likewise: enough for every step, no more than that
 MAX_FAILED_STEPS = 3  # in a row, and a job ends
 
 
@@ -90,6 +94,7 @@ class JobOptions:
     """What a job does with its lines."""
 
     token_ids: bool = False  # every result names its token ids
+    in_order: bool = False  # lines start in the order of the input
     max_errors: int | None = None  # more failed lines than this end the job
 
 
@@ -133,6 +138,7 @@ class Job:
         self._totals = totals
         scheduler = assembly.config.scheduler
         self._window = min(WINDOW_SEATS * scheduler.max_seqs, scheduler.max_waiting)
+        self._queued = min(QUEUED_SEATS * scheduler.max_seqs, scheduler.max_waiting)
         self._lines: dict[Generation, Ready] = {}
         self._waiting: Ready | Failed | None = None  # taken from the source, refused by the queue
         self._tokens_seen = 0
@@ -147,22 +153,23 @@ class Job:
         again.
         """
         stop = stop or Never()
-        while self._fill(source, sink, stop) or self._lines:
+        lines = LookAhead(source, self._config, in_order=self._options.in_order)
+        while self._fill(lines, sink, stop) or self._lines:
             if stop.expired:
                 self._give_up()
                 break
             if self._lines:
-                self._step(sink)
+                self._step(lines, sink)
             sink.flush()
             totals = self._totals
             progress.update(done=totals.done, failed=totals.failed, tokens=self._tokens_seen)
 
-    def _fill(self, source: Source, sink: Sink, stop: Stop) -> bool:
+    def _fill(self, source: LookAhead, sink: Sink, stop: Stop) -> bool:
         """Takes lines until the window is full or none is ready; False when no more are to come.
 
         Waits for a line only when the engine has nothing else to do.
         """
-        while self._driver.num_running < self._window:
+        while self._driver.num_running < self._window and self._engine.num_waiting < self._queued:
             if stop.asked:
                 return False
             item = self._waiting or source.take(wait=not self._lines)
@@ -173,36 +180,49 @@ class Job:
                 self._fail(sink, item)
                 if not self._lines:
                     break  # so that progress shows even when every line fails
-            elif not self._submit(item, sink):
+            elif not self._submit(item, source, sink):
                 break
         return True
 
-    def _submit(self, line: Ready, sink: Sink) -> bool:
+    def _submit(self, line: Ready, source: LookAhead, sink: Sink) -> bool:
         """False when the queue has no place: the line waits."""
         task = line.task
         try:
             with Uninterrupted():
-                prompt, sampling = line.prompt, task.sampling
-                generation = self._driver.submit(prompt, sampling, priority=task.priority)
+                sampling = self._seeded(line)
+                generation = self._driver.submit(line.prompt, sampling, priority=task.priority)
                 self._lines[generation] = line
         except QueueFull:
             if not self._lines:
                 message = f"n={task.sampling.n} is more than scheduler.max_waiting allows"
+                source.computed(line)
                 self._fail(sink, Failed(line.place, line.custom_id, _invalid(message)))
                 return True
             self._waiting = line
             return False
         except ValueError as error:
+            source.computed(line)
             self._fail(sink, Failed(line.place, line.custom_id, _invalid(str(error))))
         return True
 
-    def _step(self, sink: Sink) -> None:
+    def _seeded(self, line: Ready) -> SamplingParams:
+        """A line that names no seed gets one from its place, so that its text depends neither on
+        the order of the job nor on which run, shard or worker it falls to."""
+        sampling = line.task.sampling
+        if sampling.seed is not None or sampling.is_greedy:
+            return sampling
+        return dataclasses.replace(sampling, seed=line_seed(self._config.sampling.seed, line.place))
+
+    def _step(self, lines: LookAhead, sink: Sink) -> None:
         """One step, and the results of what it finished; Ctrl-C waits until they are written."""
         with Uninterrupted():
             for generation, chunk in self._driver.step():
                 self._tokens_seen += len(chunk.token_ids)
-                if generation.done and generation in self._lines:
-                    self._finish(generation, sink)
+                line = self._lines.get(generation)
+                if line is not None:
+                    lines.computed(line)
+                    if generation.done:
+                        self._finish(generation, sink)
         self._stop_if_broken()
 
     def _stop_if_broken(self) -> None:
@@ -251,6 +271,12 @@ class Job:
         with Uninterrupted():
             self._driver.abort_all()
             self._lines.clear()
+
+
+def line_seed(base: int, place: Place) -> int:
+    """64 bits from the engine's base seed and the place of a line in the job's whole input."""
+    digest = hashlib.blake2b(f"{base} {place.index}".encode(), digest_size=8)
+    return int.from_bytes(digest.digest())
 
 
 def _invalid(message: str) -> LineError:

@@ -13,6 +13,8 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
+from jaxserve.request import SamplingParams
+
 MAX_LINES = 4096  # in a window
 MAX_TOKENS = 2_000_000  # of the prompts in a window, about 70 MB
 MAX_DELAY = 4 * MAX_LINES  # places by which a line may be put back
@@ -23,9 +25,9 @@ _SLACK = 64  # dead entries that are never worth a clean-up
 type Rank = tuple[int, int]
 
 
-def rank(prompt_tokens: int, max_tokens: int, samples: int, max_len: int) -> Rank:
+def rank(num_prompt: int, sampling: SamplingParams, max_len: int) -> Rank:
     """How long a line keeps seats: tokens it may put out, then tokens of its prompt."""
-    return samples * min(max_tokens, max(0, max_len - prompt_tokens)), prompt_tokens
+    return sampling.n * min(sampling.max_tokens, max(0, max_len - num_prompt)), num_prompt
 
 
 def prefix_keys(prompt: Sequence[int], block_size: int) -> list[int]:
@@ -50,10 +52,11 @@ def prefix_keys(prompt: Sequence[int], block_size: int) -> list[int]:
 
 
 class Taken[T](NamedTuple):
-    """`place` (in the order of arrival) names the item to `computed`."""
+    """An item that came out of a window."""
 
-    place: int
+    place: int  # in the order of arrival
     item: T
+    leads: bool  # others wait until its prompt is `computed`
 
 
 class _Inside[T](NamedTuple):
@@ -173,7 +176,7 @@ class Window[T]:
         if leads:
             self._leading[place] = leads
             self._cold.update(leads)
-        return Taken(place, item)
+        return Taken(place, item, bool(leads))
 
     def computed(self, place: int) -> None:
         """The prompt of a taken item is in the prefix cache, or never will be.  Idempotent."""

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from jaxserve.config import EngineConfig
 from jaxserve.llm import LLM
 from jaxserve.offline import jsonl, reader
+from jaxserve.offline.lookahead import LookAhead
 from jaxserve.offline.parse import Parser
 from jaxserve.offline.tasks import short_name
 from jaxserve.request import SamplingParams
@@ -177,12 +178,12 @@ def test_b79_equal_hashes_are_not_equal_ids(run, files: Files, monkeypatch):
 def test_b80_results_are_written_as_they_finish_and_the_window_is_bounded(
     overlap: str, run, files: Files, monkeypatch
 ):
-    """When the first result is on disk most of the input has not been read."""
+    """When the first result is on disk most of the input has not been started."""
     from jaxserve.offline.writer import Writer
 
     count, write = 1000, Writer.write
     most_open, first_written_at = [], []
-    take = reader.Reader.take
+    take = LookAhead.take
     taken = 0
 
     def counting(self, *, wait: bool):
@@ -199,7 +200,7 @@ def test_b80_results_are_written_as_they_finish_and_the_window_is_bounded(
             first_written_at.append(taken)
         most_open.append(taken - on_disk)
 
-    monkeypatch.setattr(reader.Reader, "take", counting)
+    monkeypatch.setattr(LookAhead, "take", counting)
     monkeypatch.setattr(Writer, "write", watching)
     files.write(*({"prompt": f"{i}", "max_tokens": 1 + i % 9} for i in range(count)))
     ran = run("--set", "scheduler.max_seqs=8", "--set", f"runner.overlap={overlap}")
