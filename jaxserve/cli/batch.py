@@ -1,16 +1,20 @@
 """`jaxserve batch`: every line of a JSONL file, and a file of results."""
 
 import argparse
+import dataclasses
 import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxserve.cli import common
+from jaxserve.offline import shard
 
 if TYPE_CHECKING:
     from jaxserve.build import Assembly
     from jaxserve.offline.job import JobOptions, Totals
+    from jaxserve.offline.report import EngineUse
+    from jaxserve.offline.status import StatusFile
 
 
 def register(subparsers: Any) -> None:
@@ -37,6 +41,20 @@ def register(subparsers: Any) -> None:
         help="lines may name another model and get this one; otherwise they fail",
     )
     parser.add_argument("--json", action="store_true", help="print the summary as one object")
+    parser.add_argument(
+        "--in-order",
+        action="store_true",
+        help="start lines in the order of INPUT, not in the order that is fastest",
+    )
+    parser.add_argument(
+        "--shard",
+        type=_shard,
+        metavar="I/N",
+        help="run only every N-th line, from line I on (I counts from 0); see: jaxserve batch merge",
+    )
+    parser.add_argument(
+        "--price-per-hour", type=float, metavar="X", help="of this machine; the summary has the cost"
+    )
     common.add_sampling_options(parser)
     common.add_engine_options(parser)
     parser.set_defaults(func=run)
@@ -48,60 +66,91 @@ def run(args: argparse.Namespace) -> int:
 
     config = common.read_config(args)
     common.read_sampling(args)
+    price = args.price_per_hour
+    if price is not None and not 0 <= price < float("inf"):
+        raise common.UsageError(f"--price-per-hour {price} must be a number of at least 0")
     try:
         check_paths(args.input, args.output, overwrite=args.overwrite)
-        total = reader.scan(args.input)
+        total = shard.size(args.shard, reader.scan(args.input))
     except InputError as error:
         raise common.UsageError(str(error)) from error
 
+    from jaxserve.offline import report
     from jaxserve.offline.job import JobOptions, Totals
+    from jaxserve.offline.status import StatusFile
 
     start = time.monotonic()
     assembly = common.assemble(config, args)
     begun = time.monotonic()
-    totals = Totals()
-    options = JobOptions(token_ids=args.token_ids)
+    facts = {"model": assembly.config.model.name, "shard": shard.name(args.shard)}
+    run = _Run(StatusFile(args.output, total, **facts), Totals(), report.EngineUse())
+    options = JobOptions(token_ids=args.token_ids, in_order=args.in_order)
     try:
-        stopped = _run_job(args, assembly, options, totals, total)
+        stopped = _run_job(args, assembly, options, run, total)
+        run.state = "done" if stopped is None else run.state
     finally:
+        run.status.end(run.state)
         assembly.close()
-    report = {
+    seconds = time.monotonic() - begun
+    totals = run.totals
+    summary = {
         "lines": total,
-        **totals.report(time.monotonic() - begun),
+        **totals.report(seconds),
+        **run.use.figures(seconds),
         "startup_s": begun - start,
         "interrupted": stopped is not None,
         "model": assembly.config.model.name,
         "output": str(args.output),
     }
-    _show(report, as_json=args.json)
+    if price is not None:
+        summary |= report.cost(seconds + begun - start, price, totals.output_tokens)
+    _show(summary, as_json=args.json)
     if stopped is not None:
         return stopped
     return common.SOME_FAILED if totals.failed else common.DONE
+
+
+def _shard(text: str) -> shard.Shard:
+    try:
+        return shard.parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+@dataclasses.dataclass(slots=True)
+class _Run:
+    """What is left of a job, however it ended."""
+
+    status: "StatusFile"
+    totals: "Totals"
+    use: "EngineUse"
+    state: str = "failed"  # for the status file
 
 
 def _run_job(
     args: argparse.Namespace,
     assembly: "Assembly",
     options: "JobOptions",
-    totals: "Totals",
+    run: _Run,
     num_lines: int,
 ) -> int | None:
     """Runs the job; the exit code when something stopped it before its end."""
     from jaxserve.offline.job import Job, JobFailed
     from jaxserve.offline.jsonl import read_lines
     from jaxserve.offline.parse import Encoder, Parser
-    from jaxserve.offline.progress import make_progress
+    from jaxserve.offline.progress import Several, make_progress
     from jaxserve.offline.reader import Reader
     from jaxserve.offline.writer import InputError, Writer
 
     encode = Encoder(assembly.tokenizer, assembly.config, any_model=args.any_model)
     parse = Parser(common.read_sampling(args), encode)
+    job = Job(assembly, options, run.totals)
     try:
         with Writer(args.output, overwrite=args.overwrite) as writer:
-            progress = make_progress(num_lines, sys.stderr)
-            source = Reader(read_lines(args.input), parse)
+            progress = Several([make_progress(num_lines, sys.stderr), run.status])
+            source = Reader(shard.select(read_lines(args.input), args.shard), parse)
             try:
-                Job(assembly, options, totals).run(source, writer, progress)
+                job.run(source, writer, progress)
             finally:
                 source.stop()
                 progress.close()
@@ -111,7 +160,11 @@ def _run_job(
         common.note(f"error: {common.one_line(error)}")
         return common.SOME_FAILED
     except KeyboardInterrupt:
+        run.state = "parked"
         return common.INTERRUPTED
+    finally:
+        run.use = job.use
+        run.status.take(job.snapshot())
     return None
 
 
@@ -123,8 +176,11 @@ def _show(report: dict[str, Any], *, as_json: bool) -> None:
         f"{report['done']} done, {report['failed']} failed of {report['lines']} lines in "
         f"{report['wall_s']:.1f} s (start {report['startup_s']:.1f} s); "
         f"{report['output_tokens']} tokens, {report['output_tokens_per_s']:.0f} tok/s; "
+        f"idle {report['idle_share']:.1%}, padding {report['time_waste']:.1%}; "
         f"results in {report['output']}"
     )
+    if report.get("cost") is not None:
+        common.note(f"cost {report['cost']:.4f} at {report['price_per_hour']:g} an hour")
     if report["interrupted"]:
         left = report["lines"] - report["done"] - report["failed"]
         common.note(f"stopped early: {left} lines have no result")

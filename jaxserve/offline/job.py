@@ -18,7 +18,8 @@ from jaxserve.offline import results
 from jaxserve.offline.jsonl import LineError, Place
 from jaxserve.offline.lookahead import LookAhead
 from jaxserve.offline.parse import Failed, Ready
-from jaxserve.offline.progress import Progress
+from jaxserve.offline.progress import Progress, Snapshot
+from jaxserve.offline.report import EngineUse
 from jaxserve.request import SamplingParams
 
 if TYPE_CHECKING:
@@ -142,6 +143,7 @@ class Job:
         self._lines: dict[Generation, Ready] = {}
         self._waiting: Ready | Failed | None = None  # taken from the source, refused by the queue
         self._tokens_seen = 0
+        self._before = EngineUse.of(assembly.engine.stats)
         self._steps_seen = assembly.engine.stats.steps
         self._failures_seen = assembly.engine.stats.failed_steps
 
@@ -161,8 +163,24 @@ class Job:
             if self._lines:
                 self._step(lines, sink)
             sink.flush()
-            totals = self._totals
-            progress.update(done=totals.done, failed=totals.failed, tokens=self._tokens_seen)
+            progress.update(self.snapshot())
+
+    def snapshot(self) -> Snapshot:
+        """How far it is."""
+        kv = self._engine.kv
+        return Snapshot(
+            done=self._totals.done,
+            failed=self._totals.failed,
+            tokens=self._tokens_seen,
+            running=self._engine.num_running,
+            waiting=self._engine.num_waiting,
+            kv_used=kv.num_used / kv.num_blocks,
+        )
+
+    @property
+    def use(self) -> EngineUse:
+        """What this job made the engine do so far."""
+        return EngineUse.of(self._engine.stats).since(self._before)
 
     def _fill(self, source: LookAhead, sink: Sink, stop: Stop) -> bool:
         """Takes lines until the window is full or none is ready; False when no more are to come.
@@ -172,7 +190,8 @@ class Job:
         while self._driver.num_running < self._window and self._engine.num_waiting < self._queued:
             if stop.asked:
                 return False
-            item = self._waiting or source.take(wait=not self._lines)
+            busy = self._engine.num_waiting > 0
+            item = self._waiting or source.take(wait=not self._lines, patient=busy)
             self._waiting = None
             if item is None:
                 return not source.ended

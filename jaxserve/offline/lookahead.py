@@ -37,8 +37,9 @@ class LookAhead:
         """Every line was taken."""
         return self._lines.ended and not self._window
 
-    def take(self, *, wait: bool) -> Ready | Failed | None:
-        """The next line; None when none is ready.  With `wait` it may block for a moment."""
+    def take(self, *, wait: bool, patient: bool = False) -> Ready | Failed | None:
+        """The next line; None when none is ready, or when the engine has enough to do and should
+        take none yet (only with `patient`).  With `wait` it may block for a moment."""
         window = self._window
         if window is None:
             return self._lines.take(wait=wait)
@@ -54,10 +55,12 @@ class LookAhead:
             window.put(line, line.prompt, rank(num_prompt, asked, self._max_len))
         if not window:
             return None
-        place, line, leads = window.take()
-        if leads:
-            self._leading[line.place.index] = place
-        return line
+        taken = window.take(patient=patient)
+        if taken is None:
+            return None
+        if taken.leads:
+            self._leading[taken.item.place.index] = taken.place
+        return taken.item
 
     def computed(self, line: Ready) -> None:
         """The prompt of a line that was taken has been computed, or never will be.  Idempotent."""

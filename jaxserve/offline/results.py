@@ -8,6 +8,7 @@ from jaxserve.offline.jsonl import LineError, Place
 from jaxserve.request import TokenLogprobs
 from jaxserve.text.tokenizer import Tokenizer
 
+ID_PREFIX = "batch_req_"  # and the number of the line in the whole input
 LEAST_LOGPROB = -9999.0  # stands for minus infinity, which JSON cannot write (as in OpenAI's API)
 
 
@@ -20,7 +21,7 @@ def failure(
     if place.file:
         where = {"file": place.file, "line": place.line}
     return {
-        "id": f"batch_req_{place.number}",
+        "id": f"{ID_PREFIX}{place.number}",
         "custom_id": custom_id,
         "response": None,
         "error": {
@@ -34,7 +35,7 @@ def failure(
 
 def success(place: Place, custom_id: str, body: dict[str, Any]) -> dict[str, Any]:
     return {
-        "id": f"batch_req_{place.number}",
+        "id": f"{ID_PREFIX}{place.number}",
         "custom_id": custom_id,
         "response": {"status_code": 200, "request_id": f"req_{place.number}", "body": body},
         "error": None,

@@ -12,7 +12,7 @@ from jaxserve.batch.buckets import resolve
 from jaxserve.config import EngineConfig
 from jaxserve.offline.jsonl import LineError, Place
 from jaxserve.offline.lookahead import LookAhead
-from jaxserve.offline.order import MAX_DEPTH, Window, prefix_keys, rank
+from jaxserve.offline.order import MAX_DEPTH, MAX_LEADING, Window, prefix_keys, rank
 from jaxserve.offline.parse import Failed, Ready
 from jaxserve.offline.tasks import Task
 from jaxserve.request import SamplingParams
@@ -25,14 +25,19 @@ def prompt(*blocks: int) -> list[int]:
     return [block for block in blocks for _ in range(BLOCK)] + [0]
 
 
-def drain(window: Window[Any], compute: bool = True) -> list[Any]:
+def drain(window: Window[Any]) -> list[Any]:
     out = []
     while window:
-        taken = window.take()
+        taken = taken_from(window)
         out.append(taken.item)
-        if compute:
-            window.computed(taken.place)
+        window.computed(taken.place)
     return out
+
+
+def taken_from(window: Window[Any]) -> Any:
+    taken = window.take()
+    assert taken is not None
+    return taken
 
 
 prompts = st.lists(st.integers(0, 2), max_size=4).map(lambda blocks: prompt(*blocks))
@@ -52,9 +57,12 @@ def test_every_item_once_within_bounds(actions, max_items: int, max_delay: int):
     window = Window[int](BLOCK, max_items=max_items, max_tokens=100, max_delay=max_delay)
     put, out, pending, tokens = 0, [], [], {}
 
-    def take():
+    def take(patient: bool = False):
         inside = set(range(put)) - set(out)
-        taken = window.take()
+        taken = window.take(patient=patient)
+        if taken is None:
+            assert patient and len(pending) >= MAX_LEADING
+            return
         assert taken.item == taken.place and taken.item in inside
         out.append(taken.item)
         assert len(out) - 1 - taken.item <= max_delay
@@ -69,10 +77,10 @@ def test_every_item_once_within_bounds(actions, max_items: int, max_delay: int):
         )
         if action == "put" and window.has_room:
             tokens[put] = len(more[0])
-            window.put(put, more[0], (more[1], 0))
+            window.put(put, more[0], more[1])
             put += 1
         elif action == "take" and inside:
-            take()
+            take(*more)
         elif action == "computed" and pending:
             window.computed(pending.pop(0))
     while window:
@@ -84,7 +92,7 @@ def test_every_item_once_within_bounds(actions, max_items: int, max_delay: int):
 
 def test_the_longest_goes_first_and_equals_in_the_order_of_arrival():
     window = Window[int](BLOCK)
-    ranks = [(5, 1), (9, 0), (5, 2), (9, 0), (1, 7)]
+    ranks = [5, 9, 6, 9, 1]
     for item, value in enumerate(ranks):
         window.put(item, [item], value)
     assert drain(window) == [1, 3, 2, 0, 4]
@@ -95,7 +103,7 @@ def test_shared_prefixes_leave_together_the_longest_share_first():
     window = Window[str](BLOCK)
     blocks = {"a1": (1, 2, 3), "b1": (1, 7), "a2": (1, 2, 4), "c": (8,), "b2": (1, 7), "a3": (1, 2)}
     for name, path in blocks.items():
-        window.put(name, prompt(*path), (1, 0))
+        window.put(name, prompt(*path), 1)
     out = drain(window)
     families = [name[0] for name in out]
     assert out[0] == "a1"
@@ -107,21 +115,34 @@ def test_the_first_of_a_group_goes_ahead_until_its_prompt_is_computed():
     for name, path, length in (
         ("a1", (1, 2), 9), ("a2", (1, 2), 8), ("b1", (5, 6), 7), ("b2", (5, 6), 6), ("c", (), 1),
     ):  # fmt: skip
-        window.put(name, prompt(*path), (length, 0))
-    first = window.take()
+        window.put(name, prompt(*path), length)
+    first = taken_from(window)
     assert (first.item, first.leads) == ("a1", True)
-    assert [window.take().item, window.take().item] == ["b1", "c"]
+    assert [taken_from(window).item, taken_from(window).item] == ["b1", "c"]
     window.computed(first.place)
-    assert window.take().item == "a2"
-    assert window.take().item == "b2"  # nobody else is there, so it need not wait
+    assert taken_from(window).item == "a2"
+    assert taken_from(window).item == "b2"  # nobody else is there, so it need not wait
+
+
+def test_few_groups_are_begun_at_a_time_while_there_is_other_work():
+    window = Window[int](BLOCK)
+    for item in range(40):
+        window.put(item, prompt(item % 20), 1)
+    begun = [taken_from(window) for _ in range(MAX_LEADING)]
+    assert window.take(patient=True) is None
+    assert taken_from(window).item == MAX_LEADING  # an engine without other work gets one
+    for taken in begun:
+        window.computed(taken.place)
+    found = window.take(patient=True)
+    assert found is not None
 
 
 def test_a_group_that_waits_does_not_hide_another_far_behind():
     window = Window[int](BLOCK)
     for item in range(100):
-        window.put(item, prompt(1, 2), (9, 0))
-    window.put(100, prompt(3), (1, 0))
-    assert [window.take().item for _ in range(3)] == [0, 100, 1]
+        window.put(item, prompt(1, 2), 9)
+    window.put(100, prompt(3), 1)
+    assert [taken_from(window).item for _ in range(3)] == [0, 100, 1]
 
 
 def test_what_every_block_in_common_means():
@@ -135,15 +156,16 @@ def test_what_every_block_in_common_means():
     assert prefix_keys([2**70] * 9, BLOCK) == []  # no token ids: refused later
 
 
-def test_length_is_the_time_in_a_seat():
-    long_answer = rank(10, SamplingParams(max_tokens=100), 1000)
-    assert long_answer > rank(500, SamplingParams(max_tokens=20), 1000)
-    assert rank(500, SamplingParams(max_tokens=20), 1000) > rank(
-        10, SamplingParams(max_tokens=20), 1000
-    )
-    assert rank(990, SamplingParams(max_tokens=100), 1000) == (10, 990)
-    assert rank(10, SamplingParams(max_tokens=100, n=3), 1000) == (300, 10)
-    assert rank(2000, SamplingParams(), 1000) == (0, 2000)
+def test_what_a_line_takes_of_the_engine():
+    def of(num_prompt: int, max_tokens: int, n: int = 1) -> int:
+        return rank(num_prompt, SamplingParams(max_tokens=max_tokens, n=n), 1000)
+
+    assert of(10, 100) > of(10, 20)
+    assert of(500, 20) > of(10, 20)
+    assert of(10, 400) > of(900, 20)
+    assert of(990, 5000) == of(990, 10)  # the model's length ends it
+    assert of(10, 100, n=3) > of(10, 299)
+    assert of(2000, 128) == 500  # to be refused
 
 
 def lru_hits(order: list[tuple[int, int]], capacity: int) -> int:
@@ -165,7 +187,7 @@ def test_a_cache_smaller_than_the_input_is_hit_all_the_same():
     rng.shuffle(lines)
     window = Window[tuple[int, int]](BLOCK)
     for line in lines:
-        window.put(line, prompt(line[0] + 1, 100 + line[1]), (rng.randrange(50), 0))
+        window.put(line, prompt(line[0] + 1, 100 + line[1]), rng.randrange(50))
     ordered = drain(window)
     assert sorted(ordered) == sorted(lines)
     assert lru_hits(lines, 4) < 100
