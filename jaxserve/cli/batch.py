@@ -53,7 +53,10 @@ def register(subparsers: Any) -> None:
         help="run only every N-th line, from line I on (I counts from 0); see: jaxserve batch merge",
     )
     parser.add_argument(
-        "--price-per-hour", type=float, metavar="X", help="of this machine; the summary has the cost"
+        "--price-per-hour",
+        type=float,
+        metavar="X",
+        help="of this machine; the summary has the cost",
     )
     common.add_sampling_options(parser)
     common.add_engine_options(parser)

@@ -54,7 +54,9 @@ def run(args: argparse.Namespace) -> int:
     for what in ("doubled", "foreign", "missing", "failed"):
         _name(what, getattr(report, what))
     written = f"written to {args.output}" if report.is_complete else "nothing was written"
-    common.note(f"{report.done} done, {len(report.failed)} failed of {report.lines} lines; {written}")
+    common.note(
+        f"{report.done} done, {len(report.failed)} failed of {report.lines} lines; {written}"
+    )
     if report.doubled or report.foreign:
         return common.BAD_USAGE
     if report.missing:

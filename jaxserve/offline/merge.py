@@ -64,9 +64,7 @@ class _Index(NamedTuple):
     foreign: list[str]
 
 
-def merge(
-    lines: Iterable[Line], outputs: Sequence[Path], target: Path
-) -> Report:
+def merge(lines: Iterable[Line], outputs: Sequence[Path], target: Path) -> Report:
     """Writes `target` when the outputs hold every line of the input exactly once; otherwise it is
     left as it was.
 

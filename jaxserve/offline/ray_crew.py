@@ -6,7 +6,7 @@ ones on one machine.
 
 import dataclasses
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
 import ray
@@ -67,12 +67,13 @@ class RayCrew:
         arguments: dict[str, Any] = {
             name: asked.pop(key) for key, name in _NAMED.items() if key in asked
         }
-        actor = ray.remote(EngineActor)
-        self._make = actor.options(
+        actor: Any = ray.remote(EngineActor)
+        actor = actor.options(
             max_restarts=0, max_task_retries=0, resources=asked or None, **arguments
-        ).remote
+        )
+        self._make: Callable[[WorkerSpec], Any] = actor.remote
         self._spec = spec
-        self._actors = {number: self._make(spec) for number in range(workers)}
+        self._actors: dict[int, Any] = {number: self._make(spec) for number in range(workers)}
         self._under_way: dict[Any, int] = {}  # reference -> member
 
     @property

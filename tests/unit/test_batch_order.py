@@ -72,9 +72,7 @@ def test_every_item_once_within_bounds(actions, max_items: int, max_delay: int):
     for action, *more in actions:
         inside = set(range(put)) - set(out)
         assert len(window) == len(inside)
-        assert window.has_room == (
-            len(inside) < max_items and sum(tokens[i] for i in inside) < 100
-        )
+        assert window.has_room == (len(inside) < max_items and sum(tokens[i] for i in inside) < 100)
         if action == "put" and window.has_room:
             tokens[put] = len(more[0])
             window.put(put, more[0], more[1])
