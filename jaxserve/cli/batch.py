@@ -1,16 +1,26 @@
-"""`jaxserve batch`: every line of a JSONL file, and a file of results."""
+"""`jaxserve batch`: every line of the input gets one result, however often the job is killed."""
 
 import argparse
+import math
+import re
 import sys
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxserve.cli import common
 
 if TYPE_CHECKING:
-    from jaxserve.build import Assembly
-    from jaxserve.offline.job import JobOptions, Totals
+    from pathlib import Path
+
+    from jaxserve.config import EngineConfig
+    from jaxserve.offline.files import JobFiles
+    from jaxserve.offline.inputs import Input
+    from jaxserve.offline.job import Totals
+    from jaxserve.offline.stop import StopSignals
+    from jaxserve.request import SamplingParams
+
+_REMOTE_PART = 64 << 20  # bytes of a part where the storage cannot append
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)([KMGT]?)(?:i?B)?", re.IGNORECASE)
 
 
 def register(subparsers: Any) -> None:
@@ -19,17 +29,23 @@ def register(subparsers: Any) -> None:
         help="run a JSONL file of requests",
         description=(
             "Runs every line of INPUT and writes one result a line to --output, as each finishes. "
+            "Run the same command again after anything that stopped it: it goes on where it was. "
             "Lines are OpenAI batch objects, or plain objects with prompt, prompt_token_ids or "
             "messages beside sampling options. Sampling options given here hold for lines that "
             "do not name them."
         ),
         allow_abbrev=False,
     )
-    parser.add_argument("input", type=Path, metavar="INPUT", help="JSONL file of requests")
     parser.add_argument(
-        "--output", type=Path, required=True, metavar="FILE", help="results go here"
+        "inputs",
+        nargs="+",
+        metavar="INPUT",
+        help="JSONL files of requests: paths, patterns in quotes, gs:// or s3:// addresses, also "
+        ".gz and .zst; - is standard input",
     )
-    parser.add_argument("--overwrite", action="store_true", help="replace an output that exists")
+    parser.add_argument(
+        "--output", required=True, metavar="FILE", help="results go here; .gz and .zst compress"
+    )
     parser.add_argument("--token-ids", action="store_true", help="results name their token ids")
     parser.add_argument(
         "--any-model",
@@ -37,94 +53,251 @@ def register(subparsers: Any) -> None:
         help="lines may name another model and get this one; otherwise they fail",
     )
     parser.add_argument("--json", action="store_true", help="print the summary as one object")
+    _add_resume_options(parser)
     common.add_sampling_options(parser)
     common.add_engine_options(parser)
     parser.set_defaults(func=run)
 
 
-def run(args: argparse.Namespace) -> int:
-    from jaxserve.offline import reader
-    from jaxserve.offline.writer import InputError, check_paths
+def _add_resume_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("going on")
+    again = group.add_mutually_exclusive_group()
+    again.add_argument(
+        "--restart", action="store_true", help="begin anew; an output that exists is set aside"
+    )
+    again.add_argument(
+        "--accept-changes",
+        action="store_true",
+        help="go on although input or settings are not those the output was begun with",
+    )
+    group.add_argument(
+        "--retry-errors",
+        action="store_true",
+        help="redo the lines that failed for a reason outside of them",
+    )
+    group.add_argument(
+        "--max-errors", type=int, metavar="N", help="stop when more lines than this fail in a run"
+    )
+    group.add_argument(
+        "--sync-interval",
+        type=float,
+        default=5.0,
+        metavar="SECONDS",
+        help="most work that a power loss can undo; default 5",
+    )
+    group.add_argument(
+        "--grace",
+        type=float,
+        default=20.0,
+        metavar="SECONDS",
+        help="time for requests in flight after SIGTERM or Ctrl-C; default 20",
+    )
+    group.add_argument(
+        "--roll-size",
+        metavar="SIZE",
+        help="write parts of about this size (FILE-00001, ...), such as 512M",
+    )
 
+
+def run(args: argparse.Namespace) -> int:
+    from jaxserve.offline.errors import InputError
+    from jaxserve.offline.stop import Interrupted, StopSignals
+
+    _check_numbers(args)
     config = common.read_config(args)
-    common.read_sampling(args)
+    defaults = common.read_sampling(args)
     try:
-        check_paths(args.input, args.output, overwrite=args.overwrite)
-        total = reader.scan(args.input)
+        with StopSignals(args.grace) as stop:
+            return _run(args, config, defaults, stop)
     except InputError as error:
         raise common.UsageError(str(error)) from error
+    except (Interrupted, KeyboardInterrupt):
+        return common.PARKED
 
-    from jaxserve.offline.job import JobOptions, Totals
 
-    start = time.monotonic()
-    assembly = common.assemble(config, args)
-    begun = time.monotonic()
-    totals = Totals()
-    options = JobOptions(token_ids=args.token_ids)
+def _run(
+    args: argparse.Namespace, config: "EngineConfig", defaults: "SamplingParams", stop: Any
+) -> int:
+    from jaxserve.offline import places
+    from jaxserve.offline.files import JobFiles
+    from jaxserve.offline.lock import Lease, LocalLock
+
+    roll_bytes = _bytes(args.roll_size)
+    from_stdin = args.inputs == [places.STANDARD_INPUT]
+    given = [] if from_stdin else places.find_inputs(args.inputs)
+    storage, layout = places.find_output(args.output, given, rolled=roll_bytes is not None)
+    settings = _settings(args, config, defaults)
+
+    def lock(storage: Any, folder: str) -> LocalLock | Lease:
+        return LocalLock(folder) if storage.appends else Lease(storage, folder)
+
     try:
-        stopped = _run_job(args, assembly, options, totals, total)
+        files = JobFiles(storage, layout, lock, common.note)
+    except OSError as error:
+        raise common.UsageError(
+            f"--output {args.output} cannot be written: {common.one_line(error)}"
+        ) from error
+    try:
+        return _run_locked(args, config, defaults, files, given, settings, stop)
     finally:
-        assembly.close()
+        files.close()
+
+
+def _run_locked(  # noqa: PLR0913
+    args: argparse.Namespace,
+    config: "EngineConfig",
+    defaults: "SamplingParams",
+    files: "JobFiles",
+    given: list[Any],
+    settings: dict[str, Any],
+    stop: "StopSignals",
+) -> int:
+    from jaxserve.offline import places
+    from jaxserve.offline.files import Wishes
+    from jaxserve.offline.inputs import Input
+    from jaxserve.offline.job import Totals
+
+    try:
+        source = Input(given) if given else places.spool(files.storage, files.layout, _stdin())
+        wishes = Wishes(args.restart, args.accept_changes, args.retry_errors)
+        files.prepare(source, settings, wishes)
+    except OSError as error:
+        raise common.UsageError(common.one_line(error)) from error
+    done_before, failed_before = files.num_finished - files.num_failed, files.num_failed
+    totals = Totals()
+    started = time.monotonic()
+    outcome = _Outcome()
+    if files.num_finished < files.scan.num_lines or not files.scan.num_lines:
+        outcome = _run_engine(args, config, defaults, files, source, totals, stop)
+    lines, finished = files.scan.num_lines, files.num_finished
     report = {
-        "lines": total,
-        **totals.report(time.monotonic() - begun),
-        "startup_s": begun - start,
-        "interrupted": stopped is not None,
-        "model": assembly.config.model.name,
-        "output": str(args.output),
+        "lines": lines,
+        **totals.report(outcome.seconds),
+        "done": done_before + totals.done,
+        "failed": failed_before + totals.failed,
+        "done_before": done_before,
+        "failed_before": failed_before,
+        "startup_s": time.monotonic() - started - outcome.seconds,
+        "interrupted": finished < lines,
+        "model": config.model.name,
+        "output": args.output,
     }
     _show(report, as_json=args.json)
-    if stopped is not None:
-        return stopped
-    return common.SOME_FAILED if totals.failed else common.DONE
+    if outcome.code is not None:
+        return outcome.code
+    if finished < lines:
+        return common.PARKED
+    return common.SOME_FAILED if report["failed"] else common.DONE
 
 
-def _run_job(
+class _Outcome:
+    """How a run of the engine ended."""
+
+    code: int | None = None  # the exit code when something went wrong
+    seconds: float = 0.0
+
+
+def _run_engine(  # noqa: PLR0913
     args: argparse.Namespace,
-    assembly: "Assembly",
-    options: "JobOptions",
+    config: "EngineConfig",
+    defaults: "SamplingParams",
+    files: "JobFiles",
+    given: "Input",
     totals: "Totals",
-    num_lines: int,
-) -> int | None:
-    """Runs the job; the exit code when something stopped it before its end."""
-    from jaxserve.offline.job import Job, JobFailed
-    from jaxserve.offline.jsonl import read_lines
+    stop: "StopSignals",
+) -> _Outcome:
+    """Runs what is not finished."""
+    from jaxserve.offline.job import Job, JobFailed, JobOptions
+    from jaxserve.offline.output import Syncing
     from jaxserve.offline.parse import Encoder, Parser
     from jaxserve.offline.progress import make_progress
     from jaxserve.offline.reader import Reader
-    from jaxserve.offline.writer import InputError, Writer
 
-    encode = Encoder(assembly.tokenizer, assembly.config, any_model=args.any_model)
-    parse = Parser(common.read_sampling(args), encode)
+    outcome = _Outcome()
+    roll_bytes = _bytes(args.roll_size) or (None if files.storage.appends else _REMOTE_PART)
+    assembly = common.assemble(config, args)
+    begun = time.monotonic()
     try:
-        with Writer(args.output, overwrite=args.overwrite) as writer:
-            progress = make_progress(num_lines, sys.stderr)
-            source = Reader(read_lines(args.input), parse)
-            try:
-                Job(assembly, options, totals).run(source, writer, progress)
-            finally:
-                source.stop()
-                progress.close()
-    except InputError as error:
-        raise common.UsageError(str(error)) from error
-    except (OSError, JobFailed) as error:  # a full disk, a share or a device that is gone
+        encode = Encoder(assembly.tokenizer, assembly.config, any_model=args.any_model)
+        options = JobOptions(token_ids=args.token_ids, max_errors=args.max_errors)
+        output = files.open_output(Syncing(args.sync_interval, roll_bytes))
+        source = Reader(given.lines(files.finished), Parser(defaults, encode))
+        progress = make_progress(files.scan.num_lines - files.num_finished, sys.stderr)
+        try:
+            stop.begin()
+            Job(assembly, options, totals).run(source, output, progress, stop)
+        finally:
+            source.stop()
+            progress.close()
+            output.close()
+    except OSError as error:  # a full disk, a share that is gone
+        common.note(f"error: {common.one_line(error)}; what is done is kept, run it again to go on")
+        outcome.code = common.PARKED
+    except JobFailed as error:
         common.note(f"error: {common.one_line(error)}")
-        return common.SOME_FAILED
-    except KeyboardInterrupt:
-        return common.INTERRUPTED
-    return None
+        outcome.code = common.SOME_FAILED
+    finally:
+        outcome.seconds = time.monotonic() - begun
+        assembly.close()
+    return outcome
+
+
+def _settings(
+    args: argparse.Namespace, config: "EngineConfig", defaults: "SamplingParams"
+) -> dict[str, Any]:
+    """What the results depend on; an unreadable model is refused here."""
+    from jaxserve.offline.fingerprint import settings_of
+
+    try:
+        settings = settings_of(config, defaults, _model_path(config), common.version())
+    except (ValueError, OSError) as error:
+        raise common.UsageError(common.one_line(error)) from error
+    return {**settings, "--token-ids": args.token_ids, "--any-model": args.any_model}
+
+
+def _model_path(config: "EngineConfig") -> "Path":
+    from jaxserve import sources
+
+    return sources.resolve(config.model.name)
+
+
+def _stdin() -> Any:
+    return sys.stdin.buffer
+
+
+def _check_numbers(args: argparse.Namespace) -> None:
+    for name in ("sync_interval", "grace"):
+        value = getattr(args, name)
+        if not 0 <= value < math.inf:
+            raise common.UsageError(f"--{name.replace('_', '-')} {value} must be at least 0")
+    if args.max_errors is not None and args.max_errors < 0:
+        raise common.UsageError(f"--max-errors {args.max_errors} must be at least 0")
+    _bytes(args.roll_size)
+
+
+def _bytes(size: str | None) -> int | None:
+    """512M -> 536870912.  Raises UsageError."""
+    if size is None:
+        return None
+    found = _SIZE.fullmatch(size.strip())
+    value = int(float(found[1]) * 1024 ** " KMGT".index(found[2].upper() or " ")) if found else 0
+    if not value:
+        raise common.UsageError(f"--roll-size {size} must be a size such as 512M")
+    return value
 
 
 def _show(report: dict[str, Any], *, as_json: bool) -> None:
     if as_json:
         common.write_json(report)
         return
+    before = report["done_before"] + report["failed_before"]
     common.note(
-        f"{report['done']} done, {report['failed']} failed of {report['lines']} lines in "
+        f"{report['done']} done, {report['failed']} failed of {report['lines']} lines"
+        f"{f' ({before} of them before)' if before else ''} in "
         f"{report['wall_s']:.1f} s (start {report['startup_s']:.1f} s); "
         f"{report['output_tokens']} tokens, {report['output_tokens_per_s']:.0f} tok/s; "
         f"results in {report['output']}"
     )
     if report["interrupted"]:
         left = report["lines"] - report["done"] - report["failed"]
-        common.note(f"stopped early: {left} lines have no result")
+        common.note(f"stopped early: {left} lines are left; run the same command again to go on")

@@ -22,7 +22,7 @@ class _Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit code: 0 done, 1 some items failed, 2 bad usage or input,
-    130 ended by Ctrl-C."""
+    75 stopped early and resumable, 130 ended by Ctrl-C."""
     args = _parser().parse_args(argv)
     try:
         return args.func(args)
