@@ -1,20 +1,31 @@
-"""`jaxserve batch`: every line of a JSONL file, and a file of results."""
+"""`jaxserve batch`: every line of the input gets one result, however often the job is killed."""
 
 import argparse
-import dataclasses
+import math
+import re
 import sys
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxserve.cli import common
+from jaxserve.cli import batch_ray, common
 from jaxserve.offline import shard
 
 if TYPE_CHECKING:
-    from jaxserve.build import Assembly
-    from jaxserve.offline.job import JobOptions, Totals
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from jaxserve.config import EngineConfig
+    from jaxserve.offline.files import JobFiles
+    from jaxserve.offline.inputs import Input
+    from jaxserve.offline.job import Sink
+    from jaxserve.offline.jsonl import Line
+    from jaxserve.offline.progress import Progress
     from jaxserve.offline.report import EngineUse
-    from jaxserve.offline.status import StatusFile
+    from jaxserve.offline.stop import StopSignals
+    from jaxserve.request import SamplingParams
+
+_REMOTE_PART = 64 << 20  # bytes of a part where the storage cannot append
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)([KMGT]?)(?:i?B)?", re.IGNORECASE)
 
 
 def register(subparsers: Any) -> None:
@@ -23,17 +34,23 @@ def register(subparsers: Any) -> None:
         help="run a JSONL file of requests",
         description=(
             "Runs every line of INPUT and writes one result a line to --output, as each finishes. "
+            "Run the same command again after anything that stopped it: it goes on where it was. "
             "Lines are OpenAI batch objects, or plain objects with prompt, prompt_token_ids or "
             "messages beside sampling options. Sampling options given here hold for lines that "
             "do not name them."
         ),
         allow_abbrev=False,
     )
-    parser.add_argument("input", type=Path, metavar="INPUT", help="JSONL file of requests")
     parser.add_argument(
-        "--output", type=Path, required=True, metavar="FILE", help="results go here"
+        "inputs",
+        nargs="+",
+        metavar="INPUT",
+        help="JSONL files of requests: paths, patterns in quotes, gs:// or s3:// addresses, also "
+        ".gz and .zst; - is standard input",
     )
-    parser.add_argument("--overwrite", action="store_true", help="replace an output that exists")
+    parser.add_argument(
+        "--output", required=True, metavar="FILE", help="results go here; .gz and .zst compress"
+    )
     parser.add_argument("--token-ids", action="store_true", help="results name their token ids")
     parser.add_argument(
         "--any-model",
@@ -42,75 +59,288 @@ def register(subparsers: Any) -> None:
     )
     parser.add_argument("--json", action="store_true", help="print the summary as one object")
     parser.add_argument(
-        "--in-order",
-        action="store_true",
-        help="start lines in the order of INPUT, not in the order that is fastest",
-    )
-    parser.add_argument(
-        "--shard",
-        type=_shard,
-        metavar="I/N",
-        help="run only every N-th line, from line I on (I counts from 0); see: jaxserve batch merge",
-    )
-    parser.add_argument(
         "--price-per-hour",
         type=float,
         metavar="X",
         help="of this machine; the summary has the cost",
     )
+    _add_order_options(parser)
+    _add_resume_options(parser)
     common.add_sampling_options(parser)
     common.add_engine_options(parser)
     parser.set_defaults(func=run)
 
 
-def run(args: argparse.Namespace) -> int:
-    from jaxserve.offline import reader
-    from jaxserve.offline.writer import InputError, check_paths
+def _add_order_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("order and machines")
+    group.add_argument(
+        "--in-order",
+        action="store_true",
+        help="start lines in the order of INPUT, not in the order that is fastest",
+    )
+    group.add_argument(
+        "--shard",
+        type=_shard,
+        metavar="I/N",
+        help="run only every N-th line, from line I on (counted from 0); `batch merge` joins them",
+    )
+    batch_ray.add_options(group)
 
+
+def _add_resume_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("going on")
+    again = group.add_mutually_exclusive_group()
+    again.add_argument(
+        "--restart", action="store_true", help="begin anew; an output that exists is set aside"
+    )
+    again.add_argument(
+        "--accept-changes",
+        action="store_true",
+        help="go on although input or settings are not those the output was begun with",
+    )
+    group.add_argument(
+        "--retry-errors",
+        action="store_true",
+        help="redo the lines that failed for a reason outside of them",
+    )
+    group.add_argument(
+        "--max-errors", type=int, metavar="N", help="stop when more lines than this fail in a run"
+    )
+    group.add_argument(
+        "--sync-interval",
+        type=float,
+        default=5.0,
+        metavar="SECONDS",
+        help="most work that a power loss can undo; default 5",
+    )
+    group.add_argument(
+        "--grace",
+        type=float,
+        default=20.0,
+        metavar="SECONDS",
+        help="time for requests in flight after SIGTERM or Ctrl-C; default 20",
+    )
+    group.add_argument(
+        "--roll-size",
+        metavar="SIZE",
+        help="write parts of about this size (FILE-00001, ...), such as 512M",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    from jaxserve.offline.errors import InputError
+    from jaxserve.offline.stop import Interrupted, StopSignals
+
+    _check_numbers(args)
+    batch_ray.check(args)
     config = common.read_config(args)
-    common.read_sampling(args)
-    price = args.price_per_hour
-    if price is not None and not 0 <= price < float("inf"):
-        raise common.UsageError(f"--price-per-hour {price} must be a number of at least 0")
+    defaults = common.read_sampling(args)
     try:
-        check_paths(args.input, args.output, overwrite=args.overwrite)
-        total = shard.size(args.shard, reader.scan(args.input))
+        with StopSignals(args.grace) as stop:
+            return _run(args, config, defaults, stop)
     except InputError as error:
         raise common.UsageError(str(error)) from error
+    except (Interrupted, KeyboardInterrupt):
+        return common.PARKED
 
-    from jaxserve.offline import report
-    from jaxserve.offline.job import JobOptions, Totals
+
+def _run(
+    args: argparse.Namespace, config: "EngineConfig", defaults: "SamplingParams", stop: Any
+) -> int:
+    from jaxserve.offline import places
+    from jaxserve.offline.files import JobFiles
+    from jaxserve.offline.lock import Lease, LocalLock
+
+    roll_bytes = _bytes(args.roll_size)
+    from_stdin = args.inputs == [places.STANDARD_INPUT]
+    given = [] if from_stdin else places.find_inputs(args.inputs)
+    storage, layout = places.find_output(args.output, given, rolled=roll_bytes is not None)
+    settings = _settings(args, config, defaults)
+
+    def lock(storage: Any, folder: str) -> LocalLock | Lease:
+        return LocalLock(folder) if storage.appends else Lease(storage, folder)
+
+    try:
+        files = JobFiles(storage, layout, lock, common.note)
+    except OSError as error:
+        raise common.UsageError(
+            f"--output {args.output} cannot be written: {common.one_line(error)}"
+        ) from error
+    try:
+        return _run_locked(args, config, defaults, files, given, settings, stop)
+    finally:
+        files.close()
+
+
+def _run_locked(  # noqa: PLR0913
+    args: argparse.Namespace,
+    config: "EngineConfig",
+    defaults: "SamplingParams",
+    files: "JobFiles",
+    given: list[Any],
+    settings: dict[str, Any],
+    stop: "StopSignals",
+) -> int:
+    from jaxserve.offline import places
+    from jaxserve.offline.files import Wishes
+    from jaxserve.offline.inputs import Input
+    from jaxserve.offline.report import cost
+
+    try:
+        source = Input(given) if given else places.spool(files.storage, files.layout, _stdin())
+        wishes = Wishes(args.restart, args.accept_changes, args.retry_errors)
+        files.prepare(source, settings, wishes)
+    except OSError as error:
+        raise common.UsageError(common.one_line(error)) from error
+    work = _Work(args, config, defaults, files, source)
+    done_before, failed_before = work.num_before
+    started = time.monotonic()
+    outcome = _Outcome()
+    if work.num_left or not work.num_lines:
+        outcome = _run_engine(work, stop)
+    totals = outcome.totals
+    finished = done_before + failed_before + totals.done + totals.failed
+    startup = time.monotonic() - started - outcome.seconds
+    report = {
+        "lines": work.num_lines,
+        **totals.report(outcome.seconds),
+        **outcome.use.figures(outcome.seconds),
+        "done": done_before + totals.done,
+        "failed": failed_before + totals.failed,
+        "done_before": done_before,
+        "failed_before": failed_before,
+        "retried": work.num_retried,
+        "redone": outcome.redone,
+        "startup_s": startup,
+        "interrupted": finished < work.num_lines,
+        "model": config.model.name,
+        "output": args.output,
+    }
+    if args.price_per_hour is not None:
+        seconds = outcome.seconds + startup
+        report |= cost(seconds, args.price_per_hour, totals.output_tokens)
+    _show(report, as_json=args.json)
+    if outcome.code is not None:
+        return outcome.code
+    if finished < work.num_lines:
+        return common.PARKED
+    return common.SOME_FAILED if report["failed"] else common.DONE
+
+
+class _Work:
+    """What is to be run."""
+
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        config: "EngineConfig",
+        defaults: "SamplingParams",
+        files: "JobFiles",
+        source: "Input",
+    ) -> None:
+        self.args, self.config, self.defaults = args, config, defaults
+        self.files, self.source = files, source
+        self._mine = shard.mask(args.shard, files.scan.num_lines)
+        finished = files.finished & self._mine
+        failed = int((files.outcomes[finished] != 0).sum())
+        self.num_lines = int(self._mine.sum())
+        self.num_before = int(finished.sum()) - failed, failed
+        self.num_left = self.num_lines - int(finished.sum())
+        self.num_retried = files.num_retried
+
+    def lines(self) -> "Iterator[Line]":
+        """Those that are not finished."""
+        return self.source.lines(self.files.finished | ~self._mine)
+
+
+class _Outcome:
+    """How a run of the engine ended."""
+
+    def __init__(self) -> None:
+        from jaxserve.offline.job import Totals
+        from jaxserve.offline.report import EngineUse
+
+        self.code: int | None = None  # the exit code when something went wrong
+        self.seconds = 0.0
+        self.totals = Totals()
+        self.use = EngineUse()
+        self.redone = 0  # lines of lost workers
+
+
+def _run_engine(work: _Work, stop: "StopSignals") -> _Outcome:
+    """Runs what is not finished."""
+    from jaxserve.offline.job import JobFailed
+    from jaxserve.offline.output import Syncing
+    from jaxserve.offline.progress import Several, make_progress
     from jaxserve.offline.status import StatusFile
 
-    start = time.monotonic()
-    assembly = common.assemble(config, args)
+    args, files, outcome = work.args, work.files, _Outcome()
+    roll_bytes = _bytes(args.roll_size) or (None if files.storage.appends else _REMOTE_PART)
+    runner = batch_ray.RayRunner(work) if args.ray else _LocalRunner(work)
     begun = time.monotonic()
-    facts = {"model": assembly.config.model.name, "shard": shard.name(args.shard)}
-    run = _Run(StatusFile(args.output, total, **facts), Totals(), report.EngineUse())
-    options = JobOptions(token_ids=args.token_ids, in_order=args.in_order)
+    status = None
     try:
-        stopped = _run_job(args, assembly, options, run, total)
-        run.state = "done" if stopped is None else run.state
+        output = files.open_output(Syncing(args.sync_interval, roll_bytes))
+        facts = {"model": work.config.model.name, "shard": shard.name(args.shard)}
+        before = sum(work.num_before)
+        status = StatusFile(files.storage, files.layout.folder, work.num_lines, before, **facts)
+        progress = Several([make_progress(work.num_left, sys.stderr), status])
+        try:
+            stop.begin()
+            runner.run(output, progress, stop)
+        finally:
+            progress.close()
+            output.close()
+    except OSError as error:  # a full disk, a share that is gone
+        common.note(f"error: {common.one_line(error)}; what is done is kept, run it again to go on")
+        outcome.code = common.PARKED
+    except JobFailed as error:
+        common.note(f"error: {common.one_line(error)}")
+        outcome.code = common.SOME_FAILED
     finally:
-        run.status.end(run.state)
-        assembly.close()
-    seconds = time.monotonic() - begun
-    totals = run.totals
-    summary = {
-        "lines": total,
-        **totals.report(seconds),
-        **run.use.figures(seconds),
-        "startup_s": begun - start,
-        "interrupted": stopped is not None,
-        "model": assembly.config.model.name,
-        "output": str(args.output),
-    }
-    if price is not None:
-        summary |= report.cost(seconds + begun - start, price, totals.output_tokens)
-    _show(summary, as_json=args.json)
-    if stopped is not None:
-        return stopped
-    return common.SOME_FAILED if totals.failed else common.DONE
+        outcome.seconds = time.monotonic() - begun
+        outcome.totals, outcome.use, outcome.redone = runner.totals, runner.use, runner.redone
+        if status is not None:
+            left = work.num_left - outcome.totals.done - outcome.totals.failed
+            ended = "parked" if left else "done"
+            status.update(runner.snapshot(), last=True)
+            status.end("failed" if outcome.code == common.SOME_FAILED else ended)
+        runner.close()
+    return outcome
+
+
+class _LocalRunner:
+    """One engine in this process."""
+
+    redone = 0
+
+    def __init__(self, work: _Work) -> None:
+        from jaxserve.offline.job import Job, JobOptions, Totals
+        from jaxserve.offline.parse import Encoder, Parser
+
+        args = work.args
+        self._assembly = common.assemble(work.config, args)
+        tokenizer, config = self._assembly.tokenizer, self._assembly.config
+        self._parse = Parser(work.defaults, Encoder(tokenizer, config, any_model=args.any_model))
+        self._lines = work.lines
+        self.totals = Totals()
+        options = JobOptions(args.token_ids, in_order=args.in_order, max_errors=args.max_errors)
+        self._job = Job(self._assembly, options, self.totals)
+        self.snapshot = self._job.snapshot
+        self.close = self._assembly.close
+
+    @property
+    def use(self) -> "EngineUse":
+        return self._job.use
+
+    def run(self, sink: "Sink", progress: "Progress", stop: "StopSignals") -> None:
+        from jaxserve.offline.reader import Reader
+
+        source = Reader(self._lines(), self._parse)
+        try:
+            self._job.run(source, sink, progress, stop)
+        finally:
+            source.stop()
 
 
 def _shard(text: str) -> shard.Shard:
@@ -120,70 +350,73 @@ def _shard(text: str) -> shard.Shard:
         raise argparse.ArgumentTypeError(str(error)) from error
 
 
-@dataclasses.dataclass(slots=True)
-class _Run:
-    """What is left of a job, however it ended."""
+def _settings(
+    args: argparse.Namespace, config: "EngineConfig", defaults: "SamplingParams"
+) -> dict[str, Any]:
+    """What the results depend on; an unreadable model is refused here."""
+    from jaxserve.offline.fingerprint import settings_of
 
-    status: "StatusFile"
-    totals: "Totals"
-    use: "EngineUse"
-    state: str = "failed"  # for the status file
-
-
-def _run_job(
-    args: argparse.Namespace,
-    assembly: "Assembly",
-    options: "JobOptions",
-    run: _Run,
-    num_lines: int,
-) -> int | None:
-    """Runs the job; the exit code when something stopped it before its end."""
-    from jaxserve.offline.job import Job, JobFailed
-    from jaxserve.offline.jsonl import read_lines
-    from jaxserve.offline.parse import Encoder, Parser
-    from jaxserve.offline.progress import Several, make_progress
-    from jaxserve.offline.reader import Reader
-    from jaxserve.offline.writer import InputError, Writer
-
-    encode = Encoder(assembly.tokenizer, assembly.config, any_model=args.any_model)
-    parse = Parser(common.read_sampling(args), encode)
-    job = Job(assembly, options, run.totals)
     try:
-        with Writer(args.output, overwrite=args.overwrite) as writer:
-            progress = Several([make_progress(num_lines, sys.stderr), run.status])
-            source = Reader(shard.select(read_lines(args.input), args.shard), parse)
-            try:
-                job.run(source, writer, progress)
-            finally:
-                source.stop()
-                progress.close()
-    except InputError as error:
-        raise common.UsageError(str(error)) from error
-    except (OSError, JobFailed) as error:  # a full disk, a share or a device that is gone
-        common.note(f"error: {common.one_line(error)}")
-        return common.SOME_FAILED
-    except KeyboardInterrupt:
-        run.state = "parked"
-        return common.INTERRUPTED
-    finally:
-        run.use = job.use
-        run.status.take(job.snapshot())
-    return None
+        settings = settings_of(config, defaults, _model_path(config), common.version())
+    except (ValueError, OSError) as error:
+        raise common.UsageError(common.one_line(error)) from error
+    return {
+        **settings,
+        "--token-ids": args.token_ids,
+        "--any-model": args.any_model,
+        "--shard": shard.name(args.shard),
+    }
+
+
+def _model_path(config: "EngineConfig") -> "Path":
+    from jaxserve import sources
+
+    return sources.resolve(config.model.name)
+
+
+def _stdin() -> Any:
+    return sys.stdin.buffer
+
+
+def _check_numbers(args: argparse.Namespace) -> None:
+    for name in ("sync_interval", "grace"):
+        value = getattr(args, name)
+        if not 0 <= value < math.inf:
+            raise common.UsageError(f"--{name.replace('_', '-')} {value} must be at least 0")
+    price = args.price_per_hour
+    if price is not None and not 0 <= price < math.inf:
+        raise common.UsageError(f"--price-per-hour {price} must be at least 0")
+    if args.max_errors is not None and args.max_errors < 0:
+        raise common.UsageError(f"--max-errors {args.max_errors} must be at least 0")
+    _bytes(args.roll_size)
+
+
+def _bytes(size: str | None) -> int | None:
+    """512M -> 536870912.  Raises UsageError."""
+    if size is None:
+        return None
+    found = _SIZE.fullmatch(size.strip())
+    value = int(float(found[1]) * 1024 ** " KMGT".index(found[2].upper() or " ")) if found else 0
+    if not value:
+        raise common.UsageError(f"--roll-size {size} must be a size such as 512M")
+    return value
 
 
 def _show(report: dict[str, Any], *, as_json: bool) -> None:
     if as_json:
         common.write_json(report)
         return
+    before = report["done_before"] + report["failed_before"]
     common.note(
-        f"{report['done']} done, {report['failed']} failed of {report['lines']} lines in "
+        f"{report['done']} done, {report['failed']} failed of {report['lines']} lines"
+        f"{f' ({before} of them before)' if before else ''} in "
         f"{report['wall_s']:.1f} s (start {report['startup_s']:.1f} s); "
         f"{report['output_tokens']} tokens, {report['output_tokens_per_s']:.0f} tok/s; "
         f"idle {report['idle_share']:.1%}, padding {report['time_waste']:.1%}; "
         f"results in {report['output']}"
     )
-    if report.get("cost") is not None:
+    if "cost" in report:
         common.note(f"cost {report['cost']:.4f} at {report['price_per_hour']:g} an hour")
     if report["interrupted"]:
         left = report["lines"] - report["done"] - report["failed"]
-        common.note(f"stopped early: {left} lines have no result")
+        common.note(f"stopped early: {left} lines are left; run the same command again to go on")

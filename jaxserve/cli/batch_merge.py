@@ -22,9 +22,14 @@ def register(subparsers: Any) -> None:
         ),
         allow_abbrev=False,
     )
-    parser.add_argument("input", type=Path, metavar="INPUT", help="the whole input of the job")
     parser.add_argument(
-        "outputs", type=Path, nargs="+", metavar="SHARD_OUTPUT", help="the --output of each shard"
+        "input", metavar="INPUT", help="the whole input of the job; may be a pattern"
+    )
+    parser.add_argument(
+        "outputs",
+        nargs="+",
+        metavar="SHARD_OUTPUT",
+        help="the --output of each shard, or its parts; may be patterns",
     )
     parser.add_argument(
         "--output", type=Path, required=True, metavar="FILE", help="the merged results go here"
@@ -35,13 +40,20 @@ def register(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from jaxserve.offline.jsonl import read_lines
+    from jaxserve.offline import places
+    from jaxserve.offline.errors import InputError
+    from jaxserve.offline.inputs import Input
     from jaxserve.offline.merge import merge
-    from jaxserve.offline.writer import InputError, check_paths
 
+    if args.output.exists() and not args.overwrite:
+        raise common.UsageError(
+            f"--output {args.output} exists; name another file or add --overwrite"
+        )
     try:
-        check_paths(args.input, args.output, overwrite=args.overwrite)
-        report = merge(read_lines(args.input), args.outputs, args.output)
+        given, outputs = places.find_inputs([args.input]), places.find_inputs(args.outputs)
+        places.find_output(str(args.output), given, rolled=False)
+        places.find_output(str(args.output), outputs, rolled=False)
+        report = merge(Input(given).lines(), outputs, args.output)
     except InputError as error:
         raise common.UsageError(str(error)) from error
     except OSError as error:

@@ -2,7 +2,6 @@
 
 import argparse
 import time
-from pathlib import Path
 from typing import Any
 
 from jaxserve.cli import common
@@ -20,7 +19,7 @@ def register(subparsers: Any) -> None:
         ),
         allow_abbrev=False,
     )
-    parser.add_argument("output", type=Path, metavar="OUTPUT", help="the --output of the job")
+    parser.add_argument("output", metavar="OUTPUT", help="the --output of the job")
     parser.add_argument("--json", action="store_true", help="print one object")
     parser.add_argument(
         "--watch", action="store_true", help="again every second until the job ends"
@@ -30,14 +29,18 @@ def register(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Raises UsageError when there is no job."""
-    from jaxserve.offline import status
+    from jaxserve.offline import places, status
+    from jaxserve.offline.output import Layout
 
+    storage, path = places.storage_of(args.output)
+    folder = Layout(path).folder
     while True:
         try:
-            found = status.read(args.output)
+            found = status.read(storage, folder)
         except OSError as error:
-            message = f"no job is known for {args.output}: {status.status_path(args.output)} "
-            raise common.UsageError(message + str(error.strerror).lower()) from error
+            raise common.UsageError(
+                f"no job is known for {args.output}: {common.one_line(error)}"
+            ) from error
         except ValueError as error:
             raise common.UsageError(common.one_line(error)) from error
         now = time.time()

@@ -23,7 +23,7 @@ class _Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit code: 0 done, 1 some items failed, 2 bad usage or input,
-    130 ended by Ctrl-C."""
+    75 stopped early and resumable, 130 ended by Ctrl-C."""
     words = list(sys.argv[1:] if argv is None else argv)
     if words[:1] == ["batch"] and words[1:2] and words[1] in _TWO_WORDS:
         words[:2] = [" ".join(words[:2])]

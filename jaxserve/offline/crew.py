@@ -87,6 +87,11 @@ class CrewJob:
         total = sum((answer.use for answer in self._answers()), EngineUse())
         return dataclasses.replace(total, engines=len(self._members))
 
+    @property
+    def pids(self) -> dict[int, int]:
+        """Process of each worker that has answered."""
+        return {n: m.last.pid for n, m in self._members.items() if m.last is not None}
+
     def snapshot(self) -> Snapshot:
         now = [member.last.snapshot for member in self._members.values() if member.last]
         return Snapshot(

@@ -4,7 +4,7 @@ import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, BinaryIO, NamedTuple, NoReturn
 
 MAX_LINE_BYTES = 16 * 1024 * 1024
 _SHOWN = 80  # characters of foreign text in a message
@@ -44,18 +44,26 @@ class Line(NamedTuple):
 def read_lines(path: Path) -> Iterator[Line]:
     """Every line that is not blank; a byte order mark at the start of the file is skipped."""
     with path.open("rb") as file:
-        number = index = 0
-        while data := file.readline(MAX_LINE_BYTES + 1):
-            number += 1
-            complete = len(data) <= MAX_LINE_BYTES or data.endswith(b"\n")
-            if not complete:
-                while data and not data.endswith(b"\n"):
-                    data = file.readline(MAX_LINE_BYTES)
-            if number == 1:
-                data = data.removeprefix(b"\xef\xbb\xbf")
-            if not complete or data.strip():
-                yield Line(Place(number, index), data if complete else None)
-                index += 1
+        for index, (number, data) in enumerate(raw_lines(file)):
+            yield Line(Place(number, index), data)
+
+
+def raw_lines(file: BinaryIO) -> Iterator[tuple[int, bytes | None]]:
+    """Number and bytes of every line that is not blank; None for one longer than
+    MAX_LINE_BYTES."""
+    number = 0
+    while data := file.readline(MAX_LINE_BYTES + 1):
+        number += 1
+        complete = len(data) <= MAX_LINE_BYTES or data.endswith(b"\n")
+        if not complete:
+            while data and not data.endswith(b"\n"):
+                data = file.readline(MAX_LINE_BYTES)
+        if number == 1:
+            data = data.removeprefix(b"\xef\xbb\xbf")
+        if not complete:
+            yield number, None
+        elif data and not data.isspace():
+            yield number, data
 
 
 def parse_object(line: Line) -> dict[str, Any]:

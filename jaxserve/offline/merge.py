@@ -4,19 +4,25 @@ A result is known by its id, `batch_req_N` for line N of the whole input, and mu
 custom_id: so outputs of another input, or of an input that was changed, are found out.
 """
 
+import contextlib
 import os
+import shutil
+import tempfile
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, cast
 
 import msgspec
 import numpy as np
 
 from jaxserve.offline import tasks
+from jaxserve.offline.codecs import Plain, codec_of
+from jaxserve.offline.errors import InputError
+from jaxserve.offline.inputs import InputFile, open_input
 from jaxserve.offline.jsonl import Line, LineError, parse_object
 from jaxserve.offline.results import ID_PREFIX
-from jaxserve.offline.writer import InputError
+from jaxserve.offline.storage import LocalStorage
 
 type Ints = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -64,64 +70,73 @@ class _Index(NamedTuple):
     foreign: list[str]
 
 
-def merge(lines: Iterable[Line], outputs: Sequence[Path], target: Path) -> Report:
+def merge(lines: Iterable[Line], outputs: Sequence[InputFile], target: Path) -> Report:
     """Writes `target` when the outputs hold every line of the input exactly once; otherwise it is
     left as it was.
 
-    A last line of an output that is torn counts as not there.  About 100 bytes of memory a line, and
-    more for each that the report names.  Raises InputError for an output that cannot be read, and for a
-    target that is one of them.
+    A last line of an output that is torn counts as not there.  About 100 bytes of memory a line,
+    and more for each that the report names; compressed or remote outputs are unpacked beside the
+    target for as long as it takes.  Raises InputError for a target whose name asks for compression.
     """
-    for output in outputs:
-        if not output.is_file():
-            raise InputError(f"{output} does not exist or is no regular file")
-        if target.exists() and os.path.samefile(output, target):
-            raise InputError(f"{output} is both an output of a shard and the target; name another")
-    index = _read_outputs(outputs)
+    if not isinstance(codec_of(str(target)), Plain):
+        raise InputError(f"{target}: the merged output is not compressed; name it without a suffix")
     draft = target.with_name(f"{target.name}.{os.getpid()}.merging")
-    files = [output.open("rb") for output in outputs]
-    try:
+    with contextlib.ExitStack() as stack:
+        stack.callback(draft.unlink, missing_ok=True)
+        files = [stack.enter_context(_open(output, target.parent)) for output in outputs]
+        names = [output.name for output in outputs]
+        index = _read_outputs(files, names)
         with draft.open("xb") as out:
-            report = _write(lines, index, files, outputs, out)
+            report = _write(lines, index, files, names, out)
             out.flush()
             os.fsync(out.fileno())
         if report.is_complete:
             os.replace(draft, target)
             _sync_folder(target.parent)
-    finally:
-        draft.unlink(missing_ok=True)
-        for file in files:
-            file.close()
     return report
 
 
-def _read_outputs(outputs: Sequence[Path]) -> _Index:
+def _open(output: InputFile, folder: Path) -> BinaryIO:
+    """For reading anywhere."""
+    if isinstance(output.storage, LocalStorage) and isinstance(codec_of(output.path), Plain):
+        return open(output.path, "rb")
+    spool = tempfile.TemporaryFile(dir=folder)
+    try:
+        with open_input(output) as stream:
+            shutil.copyfileobj(stream, spool, 1 << 20)
+        spool.seek(0)
+    except BaseException:
+        spool.close()
+        raise
+    return cast(BinaryIO, spool)
+
+
+def _read_outputs(files: Sequence[BinaryIO], names: Sequence[str]) -> _Index:
     columns = [array("q") for _ in range(5)]
     foreign: list[str] = []
-    for place, output in enumerate(outputs):
-        for row, (start, data) in enumerate(_whole_lines(output), 1):
+    for place, file in enumerate(files):
+        for row, (start, data) in enumerate(_whole_lines(file), 1):
             head = _head(data)
             number = None if head is None else _number(head.id)
             if head is None or number is None:
-                foreign.append(f"{output}, line {row}")
+                foreign.append(f"{names[place]}, line {row}")
                 continue
             values = (number, place, start, len(data), head.error is not None)
             for column, value in zip(columns, values, strict=True):
                 column.append(value)
     found = [np.frombuffer(column, np.int64) for column in columns]
     order = np.argsort(found[0], kind="stable")
-    numbers, files, starts, sizes, failed = (column[order] for column in found)
-    return _Index(numbers, files, starts, sizes, failed, foreign)
+    numbers, places, starts, sizes, failed = (column[order] for column in found)
+    return _Index(numbers, places, starts, sizes, failed, foreign)
 
 
-def _whole_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+def _whole_lines(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
     """Offset and content of each line that has its end."""
-    with path.open("rb") as file:
-        start = 0
-        for data in file:
-            if data.endswith(b"\n") and data.strip():
-                yield start, data
-            start += len(data)
+    start = 0
+    for data in file:
+        if data.endswith(b"\n") and data.strip():
+            yield start, data
+        start += len(data)
 
 
 def _head(data: bytes) -> _Head | None:
@@ -140,7 +155,7 @@ def _write(
     lines: Iterable[Line],
     index: _Index,
     files: Sequence[BinaryIO],
-    outputs: Sequence[Path],
+    names: Sequence[str],
     out: BinaryIO,
 ) -> Report:
     """Goes through input and results side by side; both are in the order of line numbers."""
@@ -148,7 +163,7 @@ def _write(
     at, count, done = 0, 0, 0
 
     def where(row: int) -> str:
-        return f"{outputs[index.files[row]]}, result of line {index.numbers[row]}"
+        return f"{names[index.files[row]]}, result of line {index.numbers[row]}"
 
     def fetch(row: int) -> bytes:
         file = files[index.files[row]]

@@ -52,9 +52,14 @@ class RayCrew:
     """`workers` actors.  A context manager: they are gone at its end."""
 
     def __init__(
-        self, spec: WorkerSpec, workers: int, *, resources: Mapping[str, float] | None = None
+        self,
+        spec: WorkerSpec,
+        workers: int | None = None,
+        *,
+        resources: Mapping[str, float] | None = None,
     ) -> None:
-        """`resources` of each actor, by the names of Ray: {"CPU": 1} if none, or {"TPU": 4}.
+        """`workers`: one for each machine of the cluster by default.  `resources` of each actor, by
+        the names of Ray: {"CPU": 1} if none, or {"TPU": 4}.
 
         Joins the cluster that this process is connected to or that RAY_ADDRESS names; otherwise one
         is started here.
@@ -73,7 +78,9 @@ class RayCrew:
         )
         self._make: Callable[[WorkerSpec], Any] = actor.remote
         self._spec = spec
-        self._actors: dict[int, Any] = {number: self._make(spec) for number in range(workers)}
+        self._actors: dict[int, Any] = {
+            number: self._make(spec) for number in range(workers or _machines())
+        }
         self._under_way: dict[Any, int] = {}  # reference -> member
 
     @property
@@ -127,6 +134,5 @@ def _last_line(error: Exception) -> str:
     return lines[-1] if lines else type(error).__name__
 
 
-def default_workers() -> int:
-    """One for each machine of the cluster, after a crew or `ray.init` connected to it."""
-    return max(1, sum(node["Alive"] for node in ray.nodes()))
+def _machines() -> int:
+    return max(1, sum(bool(node["Alive"]) for node in ray.nodes()))

@@ -1,42 +1,14 @@
-"""The input of a batch job: looked through once before anything heavy starts, then read ahead."""
+"""Reads ahead of the engine."""
 
 import queue
 import threading
-from array import array
-from collections.abc import Callable, Iterable, Iterator
-from hashlib import blake2b
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Iterable
 
-import msgspec
-import numpy as np
-
-from jaxserve.offline import tasks
-from jaxserve.offline.jsonl import Line, LineError, parse_object, read_lines, shorten
+from jaxserve.offline.jsonl import Line
 from jaxserve.offline.parse import Failed, Ready
-from jaxserve.offline.writer import InputError
 
 READ_AHEAD = 256  # lines that wait, parsed and tokenised, for the engine
 WAIT_SECONDS = 0.1
-
-
-def scan(path: Path) -> int:
-    """Number of lines that are not blank.
-
-    Raises InputError when two lines have one custom_id, naming both.  Eight bytes a line are kept
-    in memory.
-    """
-    hashes = array("Q")
-    count = 0
-    for line in read_lines(path):
-        count += 1
-        name = _quick_id(line)
-        if name is not None:
-            hashes.append(_hash(name))
-    suspects = _repeated(hashes)
-    if suspects:
-        _refuse_duplicates(path, suspects)
-    return count
 
 
 class Reader:
@@ -99,56 +71,3 @@ class Reader:
                 continue
             return True
         return False
-
-
-class _Head(msgspec.Struct):
-    """The only field of a line that the first look needs."""
-
-    custom_id: Any = None
-
-
-def _quick_id(line: Line) -> str | None:
-    """`_custom_id`, ten times as fast: it may name an id for a line that has none, never the other
-    way round, and whatever is found twice is looked at again."""
-    try:
-        name = msgspec.json.decode(line.data or b"", type=_Head).custom_id
-        return name if isinstance(name, str) and name.encode() else _custom_id(line)
-    except (ValueError, RecursionError):
-        return _custom_id(line)
-
-
-def _custom_id(line: Line) -> str | None:
-    """None for a line that has no valid one: it becomes an error result when it is run."""
-    try:
-        return tasks.custom_id(parse_object(line), line.number)
-    except LineError:
-        return None
-
-
-def _hash(name: str) -> int:
-    return int.from_bytes(blake2b(name.encode("utf-8"), digest_size=8).digest())
-
-
-def _repeated(hashes: array[int]) -> set[int]:
-    ordered = np.sort(np.frombuffer(hashes, np.uint64))
-    return set(ordered[1:][ordered[1:] == ordered[:-1]].tolist())
-
-
-def _refuse_duplicates(path: Path, suspects: set[int]) -> None:
-    """Equal hashes are looked at again, so that only equal ids are refused."""
-    first: dict[str, int] = {}
-    for line, name in _named(path):
-        if _hash(name) in suspects:
-            if name in first:
-                raise InputError(
-                    f"{path}: lines {first[name]} and {line.number} have the same custom_id "
-                    f"{shorten(name)}; give every line its own"
-                )
-            first[name] = line.number
-
-
-def _named(path: Path) -> Iterator[tuple[Line, str]]:
-    for line in read_lines(path):
-        name = _custom_id(line)
-        if name is not None:
-            yield line, name

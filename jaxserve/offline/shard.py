@@ -5,10 +5,10 @@ nothing else: every machine finds the same one, and neighbours of a kind are spr
 """
 
 import re
-from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from jaxserve.offline.jsonl import Line
+if TYPE_CHECKING:
+    import numpy as np
 
 
 class Shard(NamedTuple):
@@ -28,13 +28,11 @@ def name(shard: Shard | None) -> str | None:
     return None if shard is None else f"{shard.index}/{shard.count}"
 
 
-def size(shard: Shard | None, lines: int) -> int:
-    """Lines of the shard, of so many in all."""
-    return lines if shard is None else len(range(shard.index, lines, shard.count))
+def mask(shard: Shard | None, lines: int) -> "np.ndarray":
+    """bool[lines]: which lines are the shard's, by ordinal."""
+    import numpy as np  # slow, and the command line's help needs this module
 
-
-def select(lines: Iterable[Line], shard: Shard | None) -> Iterator[Line]:
-    """The lines of the shard; every line keeps its place in the whole input."""
-    for line in lines:
-        if shard is None or line.place.index % shard.count == shard.index:
-            yield line
+    mine = np.ones(lines, bool) if shard is None else np.zeros(lines, bool)
+    if shard is not None:
+        mine[shard.index :: shard.count] = True
+    return mine

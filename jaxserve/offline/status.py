@@ -1,7 +1,7 @@
 """The status file of a job: what another terminal sees of it.
 
-It lies beside the output, is replaced as a whole about every second, and is no part of the journal:
-a job neither reads it nor stops because it cannot be written.
+It lies in the journal's folder, is replaced as a whole about every second, and is no part of the
+journal: a job neither reads it nor stops because it cannot be written.
 """
 
 import dataclasses
@@ -15,8 +15,11 @@ from typing import Any
 import msgspec
 
 from jaxserve.offline.progress import Snapshot, eta_seconds, format_seconds
+from jaxserve.offline.storage import LocalStorage, Storage, read_all
 
+NAME = "status.json"
 SECONDS = 1.0  # between two writes
+REMOTE_SECONDS = 10.0  # likewise, where a write is a request to an object store
 SILENT_SECONDS = 60.0  # without a write, and a job that should be running is called silent
 ENDED = ("done", "parked", "failed")
 
@@ -43,27 +46,26 @@ class Status(msgspec.Struct, kw_only=True):
     facts: dict[str, Any] = {}  # model, shard and what else names the job
 
 
-def status_path(output: Path) -> Path:
-    return output.with_name(output.name + ".status")
-
-
 class StatusFile:
     """Writes it.  Also a Progress."""
 
     def __init__(
         self,
-        output: Path,
+        storage: Storage,
+        folder: str,
         lines: int,
-        *,
         resumed: int = 0,
+        *,
         clock: Callable[[], float] = time.time,
         **facts: Any,
     ) -> None:
-        """`lines` of this job, of which earlier runs finished `resumed`."""
-        self._path = status_path(output)
+        """`folder` is the journal's; `lines` of this job, of which earlier runs finished
+        `resumed`."""
+        self._storage = storage
+        self._path = f"{folder}/{NAME}"
         self._clock = clock
-        now = clock()
-        pid = os.getpid()
+        self._seconds = SECONDS if storage.appends else REMOTE_SECONDS
+        now, pid = clock(), os.getpid()
         self._status = Status(
             state="running",
             pid=pid,
@@ -77,16 +79,14 @@ class StatusFile:
         )
         self._write()
 
-    def update(self, now: Snapshot) -> None:
+    def update(self, now: Snapshot, *, last: bool = False) -> None:
+        """`last`: not written before `end` is called."""
         moment = self._clock()
-        if moment - self._status.updated < SECONDS and moment >= self._status.updated:
-            return
-        self._take(now, moment)
-        self._write()
-
-    def take(self, last: Snapshot) -> None:
-        """As `update`, written by `end`."""
-        self._take(last, self._clock())
+        early = 0 <= moment - self._status.updated < self._seconds
+        if last or not early:
+            self._take(now, moment)
+        if not last and not early:
+            self._write()
 
     def end(self, state: str) -> None:
         """How it ended: one of ENDED."""
@@ -106,20 +106,30 @@ class StatusFile:
 
     def _write(self) -> None:
         self._status.updated = self._clock()
-        draft = self._path.with_name(f"{self._path.name}.{self._status.pid}")
+        data = msgspec.json.encode(self._status) + b"\n"
         try:
-            draft.write_bytes(msgspec.json.encode(self._status) + b"\n")
-            os.replace(draft, self._path)
+            if isinstance(self._storage, LocalStorage):
+                _replace(Path(self._path), data)
+            else:
+                self._storage.put(self._path, data)
         except OSError:  # a full disk is the journal's to report
-            draft.unlink(missing_ok=True)
+            pass
 
 
-def read(output: Path) -> Status:
-    """Raises FileNotFoundError when there was no job, ValueError for a file that is none."""
+def read(storage: Storage, folder: str) -> Status:
+    """Raises OSError when there was no job, ValueError for a file that is none."""
+    path = f"{folder}/{NAME}"
     try:
-        return msgspec.json.decode(status_path(output).read_bytes(), type=Status)
+        return msgspec.json.decode(read_all(storage, path), type=Status)
     except msgspec.DecodeError as error:
-        raise ValueError(f"{status_path(output)} is no status file: {error}") from error
+        raise ValueError(f"{path} is no status file: {error}") from error
+
+
+def _replace(path: Path, data: bytes) -> None:
+    """At once, but not synced: nothing is lost with a status, and the engine would wait."""
+    draft = path.with_name(f"{path.name}.new")
+    draft.write_bytes(data)
+    os.replace(draft, path)
 
 
 def judge(status: Status, now: float) -> str:

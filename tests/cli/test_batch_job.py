@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from jaxserve.config import EngineConfig
 from jaxserve.llm import LLM
-from jaxserve.offline import jsonl, reader
+from jaxserve.offline import inputs, jsonl, reader
 from jaxserve.offline.lookahead import LookAhead
 from jaxserve.offline.parse import Parser
 from jaxserve.offline.tasks import short_name
@@ -168,7 +168,12 @@ def test_b79_a_made_up_id_is_not_confused_with_a_given_one(run, files: Files):
 
 
 def test_b79_equal_hashes_are_not_equal_ids(run, files: Files, monkeypatch):
-    monkeypatch.setattr(reader, "_hash", lambda name: len(name))
+    strong = inputs.blake2b
+
+    def weak(data: bytes, *, digest_size: int, key: bytes = b"") -> Any:
+        return strong(data if key else b"", digest_size=digest_size, key=key)
+
+    monkeypatch.setattr(inputs, "blake2b", weak)
     files.write(*({"custom_id": f"id-{i}", **GOOD} for i in range(10)))
     assert run().code == 0
     assert len(files.by_id()) == 10
@@ -179,16 +184,16 @@ def test_b80_results_are_written_as_they_finish_and_the_window_is_bounded(
     overlap: str, run, files: Files, monkeypatch
 ):
     """When the first result is on disk most of the input has not been started."""
-    from jaxserve.offline.writer import Writer
+    from jaxserve.offline.output import Output
 
-    count, write = 1000, Writer.write
+    count, write = 1000, Output.write
     most_open, first_written_at = [], []
     take = LookAhead.take
     taken = 0
 
-    def counting(self, *, wait: bool):
+    def counting(self, **how: bool):
         nonlocal taken
-        item = take(self, wait=wait)
+        item = take(self, **how)
         taken += item is not None
         return item
 
@@ -201,7 +206,7 @@ def test_b80_results_are_written_as_they_finish_and_the_window_is_bounded(
         most_open.append(taken - on_disk)
 
     monkeypatch.setattr(LookAhead, "take", counting)
-    monkeypatch.setattr(Writer, "write", watching)
+    monkeypatch.setattr(Output, "write", watching)
     files.write(*({"prompt": f"{i}", "max_tokens": 1 + i % 9} for i in range(count)))
     ran = run("--set", "scheduler.max_seqs=8", "--set", f"runner.overlap={overlap}")
     assert ran.code == 0, ran.err
@@ -330,13 +335,13 @@ def test_any_model(run, files: Files):
 def test_b79_the_first_look_misses_no_id(name: object, more: str, plain: bool):
     text = f'{{"custom_id": {json.dumps(name)}{more}' + ("}" if plain else ', "body": {}}')
     line = jsonl.Line(jsonl.Place(3), text.encode())
-    strict_id = reader._custom_id(line)
-    assert strict_id is None or reader._quick_id(line) == strict_id
+    strict_id = inputs._strict_id(line)
+    assert strict_id is None or inputs._quick_id(line.number, line.data) == strict_id
 
 
 @pytest.mark.parametrize("bad", [line for line, _, _ in BAD if isinstance(line, bytes)])
 def test_b83_the_first_look_survives_every_bad_line(bad: bytes):
-    assert reader._quick_id(jsonl.Line(jsonl.Place(1), bad)) in (None, "line-1")
+    assert inputs._quick_id(1, bad) is None
 
 
 @pytest.mark.parametrize(

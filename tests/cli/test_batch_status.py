@@ -11,51 +11,62 @@ import pytest
 
 from jaxserve.offline import status
 from jaxserve.offline.progress import Snapshot
-from jaxserve.offline.status import StatusFile, judge, read, status_path
+from jaxserve.offline.status import NAME, StatusFile, judge
+from jaxserve.offline.storage import LocalStorage
 from tests.cli.files import GOOD, Files, strict
 from tests.cli.test_signals import start, wait_until
 
 NOW = 1_000_000.0
+HERE = LocalStorage()
+
+
+def read(folder: Path) -> status.Status:
+    return status.read(HERE, str(folder))
+
+
+def status_path(output: Path) -> Path:
+    return Path(f"{output}.journal") / NAME
 
 
 def test_it_is_written_now_and_then_as_a_whole(tmp_path: Path):
-    output, now = tmp_path / "out.jsonl", NOW
-    file = StatusFile(output, 100, resumed=20, clock=lambda: now, model="m")
+    output, now = tmp_path, NOW
+    file = StatusFile(HERE, str(output), 100, 20, clock=lambda: now, model="m")
     first = read(output)
     assert (first.state, first.lines, first.resumed, first.done) == ("running", 100, 20, 0)
     assert first.facts == {"model": "m"}
-    written = status_path(output).stat().st_ino
+    written = (output / NAME).stat().st_ino
     now += 0.9
     file.update(Snapshot(done=9, failed=0, tokens=90))
     assert read(output).done == 0
     now += 9.1
     file.update(Snapshot(done=30, failed=10, tokens=500, running=4, waiting=2, kv_used=0.5))
     seen = read(output)
-    assert status_path(output).stat().st_ino != written  # replaced, never half written
+    assert (output / NAME).stat().st_ino != written  # replaced, never half written
     assert (seen.done, seen.failed, seen.running, seen.waiting) == (30, 10, 4, 2)
     assert seen.kv_used == 0.5 and seen.tokens_per_s == pytest.approx(50)
     assert seen.eta_s == pytest.approx((100 - 20 - 40) * 10 / 40)
-    file.take(Snapshot(done=60, failed=20, tokens=900))
+    file.update(Snapshot(done=60, failed=20, tokens=900), last=True)
+    assert read(output).done == 30
     file.end("done")
     assert (read(output).state, read(output).done, read(output).eta_s) == ("done", 60, None)
-    assert os.listdir(tmp_path) == ["out.jsonl.status"]
+    assert os.listdir(tmp_path) == [NAME]
 
 
 def test_a_disk_that_is_full_does_not_stop_a_job(tmp_path: Path, monkeypatch):
-    file = StatusFile(tmp_path / "out.jsonl", 1)
+    file = StatusFile(HERE, str(tmp_path), 1)
 
     def full(*args: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(status.os, "replace", full)
+    monkeypatch.setattr(status, "_replace", full)
     file.end("done")
-    assert os.listdir(tmp_path) == ["out.jsonl.status"]
-    assert read(tmp_path / "out.jsonl").state == "running"
+    assert os.listdir(tmp_path) == [NAME]
+    assert read(tmp_path).state == "running"
 
 
 def test_a_process_that_is_gone_is_dead_and_its_pid_used_again_is_not_it(tmp_path: Path):
-    output = tmp_path / "out.jsonl"
-    StatusFile(output, 1, clock=lambda: NOW)
+    output = tmp_path
+    StatusFile(HERE, str(output), 1, clock=lambda: NOW)
     found = read(output)
     assert judge(found, NOW + 1) == "running"
     assert judge(found, NOW + 100) == "silent"
@@ -87,6 +98,7 @@ def test_no_job_and_no_status_file(jaxserve, files: Files):
     ran = jaxserve("batch", "status", files.output)
     assert ran.code == 2
     assert "no job is known" in ran.err and ran.err.count("\n") == 1
+    status_path(files.output).parent.mkdir()
     status_path(files.output).write_text("{")
     ran = jaxserve("batch", "status", files.output)
     assert ran.code == 2 and "is no status file" in ran.err
