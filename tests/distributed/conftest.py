@@ -80,5 +80,3 @@ def cluster() -> Iterator[str]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
-
-
