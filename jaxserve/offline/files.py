@@ -93,7 +93,7 @@ class JobFiles:
             self.storage.rename(source, target)
         if self._keep is not None:
             output.rewrite(self.storage, self.layout, self._parts, self._keep)
-            self._parts = output.load(self.storage, self.layout)
+            self._parts = [part.trimmed() for part in output.load(self.storage, self.layout)]
         content = {"format": FORMAT, "settings": self._settings}
         data = json.dumps(content, indent=1).encode()
         path = f"{self.layout.folder}/{_SETTINGS}"
@@ -158,6 +158,8 @@ class JobFiles:
                 ) from error
             self._note(f"accepted: {error}")
             rewrite = True
+        if not rewrite:
+            self._parts = [part.trimmed() for part in self._parts]
         lines = _all_lines(self._parts)
         index = _find(self.scan.identities, lines["identity"])
         lost = int(np.count_nonzero(index < 0))

@@ -103,8 +103,14 @@ class Part(NamedTuple):
         block = self.blocks[whole]
         return (block.first - 1) * journal.RECORD
 
+    def trimmed(self) -> "Part":
+        """Without what lies behind the first block that does not hold: it is going to be cut."""
+        whole = self.whole
+        return self._replace(good=[at < whole for at in range(len(self.good))])
+
     @property
     def lines(self) -> np.ndarray:
+        """Of every block that holds."""
         kept = [block for block, good in zip(self.blocks, self.good, strict=True) if good]
         return journal.lines_of(self.data, kept)
 
