@@ -6,6 +6,8 @@ ones on one machine.
 
 import dataclasses
 import os
+import signal
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
@@ -67,7 +69,10 @@ class RayCrew:
         os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
         self._started = not ray.is_initialized()
         if self._started:
+            handler = signal.getsignal(signal.SIGTERM)
             ray.init(include_dashboard=False, configure_logging=False, log_to_driver=False)
+            if threading.current_thread() is threading.main_thread():
+                signal.signal(signal.SIGTERM, handler)  # Ray puts its own in the place of ours
         asked = dict(resources or {"CPU": 1})
         arguments: dict[str, Any] = {
             name: asked.pop(key) for key, name in _NAMED.items() if key in asked

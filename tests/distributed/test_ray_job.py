@@ -134,33 +134,47 @@ def test_an_actor_that_is_killed_loses_nothing(
     assert job.use.engines == 2 and 0 < job.use.device_s
 
 
-def test_a_driver_that_is_killed_and_started_again_resumes(
+def test_a_driver_that_is_killed_or_told_to_stop_resumes(
     alone: dict[str, list[int]], given: Path, engine_options: list[str], cluster: str
 ):
     output = given.with_name("ray.jsonl")
-    options = ("--ray", "--ray-workers", 2, "--sync-interval", 0, *engine_options)
+    options = ("--ray", "--ray-workers", 2, "--sync-interval", 0, "--grace", 0, *engine_options)
+
+    def lines() -> int:
+        return output.read_bytes().count(b"\n") if output.exists() else 0
+
     process = start(given, output, cluster, *options)
-    wait_until(lambda: output.exists() and output.read_bytes().count(b"\n") >= 20, process)
+    wait_until(lambda: lines() >= 20, process)
     process.send_signal(signal.SIGKILL)
     process.communicate(timeout=60)
-    before = output.read_bytes().count(b"\n")
-    assert before < COUNT
+    killed_at = lines()
+    assert killed_at < COUNT
+
+    process = start(given, output, cluster, *options)
+    wait_until(lambda: lines() >= killed_at + 10, process)
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == 75, err
+    parked = json.loads(out)
+    assert 0 < parked["done_before"] <= killed_at < parked["done"] < COUNT
+
     process = start(given, output, cluster, *options)
     out, err = process.communicate(timeout=300)
     assert process.returncode == 0, err
     assert "Traceback" not in err
     report = json.loads(out)
     assert (report["lines"], report["done"], report["failed"]) == (COUNT, COUNT, 0)
-    assert 0 < report["done_before"] <= before
+    assert report["done_before"] == parked["done"]
     assert report["engines"] == 2
     assert tokens(output) == alone
 
 
-def test_a_model_that_no_actor_can_load_ends_the_job(
+def test_an_engine_that_no_actor_can_make_ends_the_job(
     given: Path, engine_options: list[str], cluster: str, tmp_path: Path
 ):
-    options = ("--ray", "--ray-workers", 1, *engine_options, "--set", "cache.num_blocks=1")
+    options = ("--ray", "--ray-workers", 1, *engine_options, "--set", "model.max_len=99999")
     process = start(given, tmp_path / "out.jsonl", cluster, *options)
-    _, err = process.communicate(timeout=300)
-    assert process.returncode in (1, 2), err
-    assert "Traceback" not in err and "error: " in err
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == 1, err
+    assert "Traceback" not in err and "model.max_len=99999" in err
+    assert json.loads(out)["done"] == 0
