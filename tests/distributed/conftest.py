@@ -1,8 +1,11 @@
 """A Ray cluster of two workers on this machine, and a tiny random model for its actors."""
 
+import gc
 import os
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -65,14 +68,7 @@ def cluster() -> Iterator[str]:
     before = {name: os.environ.get(name) for name in changed}
     os.environ.update(changed)
     try:
-        context = ray.init(
-            num_cpus=2,
-            include_dashboard=False,
-            configure_logging=False,
-            log_to_driver=False,
-            object_store_memory=100 << 20,
-        )
-        yield context.address_info["gcs_address"]
+        yield _start(ray)
         ray.shutdown()
     finally:
         for name, value in before.items():
@@ -80,3 +76,26 @@ def cluster() -> Iterator[str]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+
+
+def _start(ray: Any) -> str:
+    """Ray gives its own processes 30 s, which a busy machine may not keep: three tries."""
+    for tries_left in (2, 1, 0):
+        try:
+            context = ray.init(
+                num_cpus=2,
+                include_dashboard=False,
+                configure_logging=False,
+                log_to_driver=False,
+                object_store_memory=100 << 20,
+            )
+        except Exception as error:
+            ray.shutdown()
+            if not tries_left or "timed out during startup" not in str(error):
+                raise
+        else:
+            return context.address_info["gcs_address"]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ResourceWarning)  # of the try: Ray forgot its processes
+            gc.collect()
+    raise AssertionError("unreachable")
