@@ -169,6 +169,8 @@ def _run_locked(  # noqa: PLR0913
     outcome = _Outcome()
     if files.num_finished < files.scan.num_lines or not files.scan.num_lines:
         outcome = _run_engine(args, config, defaults, files, source, totals, stop)
+    else:
+        files.settle()
     lines, finished = files.scan.num_lines, files.num_finished
     report = {
         "lines": lines,
