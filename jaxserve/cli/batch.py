@@ -192,6 +192,8 @@ def _run_locked(  # noqa: PLR0913
     outcome = Outcome()
     if work.num_left or not work.num_lines:
         outcome = run_engine(work, stop, _bytes(args.roll_size))
+    else:
+        files.settle()
     totals = outcome.totals
     finished = done_before + failed_before + totals.done + totals.failed
     startup = time.monotonic() - started - outcome.seconds

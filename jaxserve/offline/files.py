@@ -86,20 +86,24 @@ class JobFiles:
     def num_failed(self) -> int:
         return int(np.count_nonzero(self.outcomes[self.finished]))
 
-    def open_output(self, syncing: Syncing) -> Output:
-        """From here on files change.  Raises OSError."""
-        self.lock.sign()
+    def settle(self) -> None:
+        """Does what was planned: sets aside, rewrites, remembers accepted settings.  Touches
+        nothing when there is nothing to do.  Raises OSError."""
         for source, target in self._moves:
             self.storage.rename(source, target)
         if self._keep is not None:
             output.rewrite(self.storage, self.layout, self._parts, self._keep)
             self._parts = [part.trimmed() for part in output.load(self.storage, self.layout)]
-        content = {"format": FORMAT, "settings": self._settings}
-        data = json.dumps(content, indent=1).encode()
+        data = json.dumps({"format": FORMAT, "settings": self._settings}, indent=1).encode()
         path = f"{self.layout.folder}/{_SETTINGS}"
         if self._fresh or self._moves or read_all(self.storage, path) != data:
             self.storage.put(path, data)
-        self._fresh = False
+        self._moves, self._keep, self._fresh = [], None, False
+
+    def open_output(self, syncing: Syncing) -> Output:
+        """From here on files change.  Raises OSError."""
+        self.lock.sign()
+        self.settle()
         lines = Lines(self.scan.identities, self.finished)
         return Output(self.storage, self.layout, self._parts, lines, syncing, self.lock.renew)
 

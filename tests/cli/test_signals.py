@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 PROBE = """
 import sys, time, types, pathlib
@@ -26,14 +27,15 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
-def start(*argv: object) -> subprocess.Popen[str]:
+def start(*argv: object, code: str = PROBE, **options: Any) -> subprocess.Popen[str]:
     root = Path(__file__).parents[2]
     return subprocess.Popen(
-        [sys.executable, "-c", PROBE, *map(str, argv)],
+        [sys.executable, "-c", code, *map(str, argv)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         env=os.environ | {"PYTHONPATH": str(root)},
+        **options,
     )
 
 

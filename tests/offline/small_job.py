@@ -13,6 +13,8 @@ from jaxserve.offline.jsonl import Line
 from jaxserve.offline.output import Layout, Syncing
 from jaxserve.offline.storage import Storage
 
+NOTHING = Wishes()
+
 
 class NoLock:
     def __init__(self, *_: Any) -> None: ...
@@ -55,7 +57,7 @@ def run(
     given: InputFile,
     attempt: Attempt,
     *,
-    wishes: Wishes = Wishes(),
+    wishes: Wishes = NOTHING,
     fails: tuple[str, ...] = (),
     roll_bytes: int | None = None,
 ) -> None:

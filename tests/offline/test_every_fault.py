@@ -11,7 +11,7 @@ from jaxserve.offline.output import Layout
 from jaxserve.offline.storage import LocalStorage
 from tests.offline import small_job
 from tests.offline.disk import Died, Disk
-from tests.offline.small_job import Attempt
+from tests.offline.small_job import NOTHING, Attempt
 
 COUNT = 7
 KINDS = {
@@ -32,7 +32,7 @@ class Machine:
         self.disk.install("/job/in.jsonl", small_job.lines(COUNT))
         self.layout, self.roll_bytes = KINDS[kind]
 
-    def run(self, wishes: Wishes = Wishes(), fails: tuple[str, ...] = ()) -> Attempt:
+    def run(self, wishes: Wishes = NOTHING, fails: tuple[str, ...] = ()) -> Attempt:
         attempt = Attempt()
         storage = LocalStorage(self.disk)  # type: ignore[arg-type]
         given = InputFile(storage, "/job/in.jsonl", "in.jsonl")
