@@ -64,7 +64,12 @@ class RayRunner:
             any_model=args.any_model,
         )
         self._lines = work.lines
-        self._crew = RayCrew(spec, args.ray_workers, resources=args.ray_resources)
+        try:
+            self._crew = RayCrew(spec, args.ray_workers, resources=args.ray_resources)
+        except (OSError, RuntimeError, ValueError) as error:  # no such cluster, a wrong resource
+            raise common.UsageError(f"--ray: {common.one_line(error)}") from error
+        for name, most in self._crew.missing().items():
+            common.note(f"no machine of the cluster has what an actor asks for: {name}={most:g}")
         credit = CREDIT_SEATS * work.config.scheduler.max_seqs
         self._job = CrewJob(self._crew, credit=credit, max_errors=args.max_errors)
         self.snapshot = self._job.snapshot

@@ -73,7 +73,8 @@ class RayCrew:
             ray.init(include_dashboard=False, configure_logging=False, log_to_driver=False)
             if threading.current_thread() is threading.main_thread():
                 signal.signal(signal.SIGTERM, handler)  # Ray puts its own in the place of ours
-        asked = dict(resources or {"CPU": 1})
+        self._asked = dict(resources or {"CPU": 1.0})
+        asked = dict(self._asked)
         arguments: dict[str, Any] = {
             name: asked.pop(key) for key, name in _NAMED.items() if key in asked
         }
@@ -91,6 +92,15 @@ class RayCrew:
     @property
     def members(self) -> Sequence[int]:
         return tuple(self._actors)
+
+    def missing(self) -> dict[str, float]:
+        """Resources that no machine has enough of: until one joins, actors do not start."""
+        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        return {
+            name: amount
+            for name, amount in self._asked.items()
+            if not any(node.get(name, 0.0) >= amount for node in nodes)
+        }
 
     def send(self, member: int, lines: Sequence[Line]) -> None:
         reference = self._actors[member].exchange.remote(list(lines))
