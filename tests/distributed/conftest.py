@@ -1,8 +1,6 @@
 """A Ray cluster of two workers on this machine, and a tiny random model for its actors."""
 
-import gc
 import os
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -78,9 +76,12 @@ def cluster() -> Iterator[str]:
                 os.environ[name] = value
 
 
+_FAILED: list[Exception] = []  # keeps the processes of a failed try, which Ray forgets, referenced
+
+
 def _start(ray: Any) -> str:
     """Ray gives its own processes 30 s, which a busy machine may not keep: three tries."""
-    for tries_left in (2, 1, 0):
+    while True:
         try:
             context = ray.init(
                 num_cpus=2,
@@ -90,12 +91,9 @@ def _start(ray: Any) -> str:
                 object_store_memory=100 << 20,
             )
         except Exception as error:
+            _FAILED.append(error)
             ray.shutdown()
-            if not tries_left or "timed out during startup" not in str(error):
+            if len(_FAILED) == 3 or "timed out during startup" not in str(error):
                 raise
         else:
             return context.address_info["gcs_address"]
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", ResourceWarning)  # of the try: Ray forgot its processes
-            gc.collect()
-    raise AssertionError("unreachable")
