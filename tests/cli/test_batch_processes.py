@@ -46,7 +46,7 @@ def killer(
         text=True,
         cwd=ROOT,
         env=os.environ | {"PYTHONPATH": str(ROOT), "TOKENIZERS_PARALLELISM": "false"},
-        timeout=300,
+        timeout=580,
     )
 
 
@@ -80,7 +80,7 @@ def stop_when_running(
 def resume(tmp_path: Path) -> dict[str, Any]:
     given, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     process = start("batch", given, "--output", output, "--json")
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=300)
     assert process.returncode == 0, err
     assert len(texts(output)) == COUNT
     return json.loads(out)
@@ -136,7 +136,7 @@ def test_two_processes_at_once(tmp_path: Path):
 
 
 def check_full(process: subprocess.Popen[str], output: Path, words: str) -> None:
-    _, err = process.communicate(timeout=120)
+    _, err = process.communicate(timeout=300)
     assert process.returncode == 75, err
     assert err.count("error:") == 1 and words in err
     assert "run it again" in err
@@ -169,7 +169,7 @@ def test_a_full_tmpfs_ends_the_job_and_the_next_run_goes_on(tmp_path: Path):
         assert b"\n" in output.read_bytes()
         subprocess.run(["mount", "-o", "remount,size=8m", str(disk)], check=True)
         process = start("batch", tmp_path / "in.jsonl", "--output", output)
-        _, err = process.communicate(timeout=120)
+        _, err = process.communicate(timeout=300)
         assert process.returncode == 0, err
         assert len(texts(output)) == COUNT
     finally:
