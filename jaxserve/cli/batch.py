@@ -181,8 +181,9 @@ def _run_locked(  # noqa: PLR0913
     from jaxserve.offline.report import cost
 
     try:
-        source = Input(given) if given else places.spool(files.storage, files.layout, _stdin())
         wishes = Wishes(args.restart, args.accept_changes, args.retry_errors)
+        anew = args.restart or args.accept_changes
+        source = Input(given) if given else places.spool(files, _stdin(), anew=anew)
         files.prepare(source, settings, wishes)
     except OSError as error:
         raise common.UsageError(common.one_line(error)) from error

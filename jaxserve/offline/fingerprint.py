@@ -46,7 +46,7 @@ def _model_files(path: Path) -> dict[str, str]:
     """One digest each for the weights, the tokenizer and the rest of the model's files."""
     files = [path]
     if path.is_dir():
-        files = sorted(file for file in path.rglob("*") if file.is_file())
+        files = sorted(file for file in path.rglob("*") if file.is_file() and _counts(file, path))
     hashes = {"weights": hashlib.sha256(), "tokenizer": hashlib.sha256()}
     for file in files:
         name = file.relative_to(path).as_posix() if path.is_dir() else file.suffix
@@ -54,6 +54,12 @@ def _model_files(path: Path) -> dict[str, str]:
         hashes[kind].update(f"{name}\0".encode())
         hashes[kind].update(file_digest(file))
     return {kind: value.hexdigest()[:32] for kind, value in hashes.items()}
+
+
+def _counts(file: Path, folder: Path) -> bool:
+    """Notes of a downloader and texts for people are no part of a model."""
+    hidden = any(part.startswith(".") for part in file.relative_to(folder).parts)
+    return not hidden and file.suffix != ".md"
 
 
 def file_digest(path: Path) -> bytes:

@@ -94,8 +94,18 @@ class Input:
         made_up = {int(numbers[index]): index for index in looker.unnamed} if looker.like else {}
         for name, index in looker.like:
             other = made_up.get(_number_in(name))
-            if other is not None and f"{_MADE_UP}{numbers[other]}" == name:
+            if other is not None and self._made_up(other) == name:
                 self._refuse(min(index, other), max(index, other), name)
+
+    def _made_up(self, index: int) -> str | None:
+        """The name that a line without a custom_id runs under; None when it cannot run."""
+        for place, data in self._places(b""):
+            if place.index == index:
+                try:
+                    return tasks.custom_id(parse_object(Line(place, data)), place.number)
+                except LineError:
+                    return None
+        return None
 
     def _tell_apart(self, identities: np.ndarray, unnamed: np.ndarray) -> np.ndarray:
         """Equal contents get an ordinal; equal ids are refused."""

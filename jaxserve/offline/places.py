@@ -6,6 +6,7 @@ from typing import BinaryIO
 
 from jaxserve.offline.codecs import MissingPackage, codec_of
 from jaxserve.offline.errors import InputError
+from jaxserve.offline.files import JobFiles
 from jaxserve.offline.inputs import Input, InputFile, expand
 from jaxserve.offline.output import Layout
 from jaxserve.offline.remote import ObjectStorage, is_remote
@@ -64,13 +65,14 @@ def find_output(path: str, inputs: Sequence[InputFile], *, rolled: bool) -> tupl
     return storage, layout
 
 
-def spool(storage: Storage, layout: Layout, stream: BinaryIO) -> Input:
+def spool(files: JobFiles, stream: BinaryIO, *, anew: bool) -> Input:
     """Standard input, kept beside the journal, so that the job can go on without it.
 
-    When it is empty the copy of an earlier run is the input; when it is not, it must be that of
-    the earlier run (whoever compares settings finds out).
+    When it is empty the copy of an earlier run is the input.  When it is not, it must be what the
+    earlier run was given, unless it may be `anew`.  Raises InputError.
     """
-    path = f"{layout.folder}/{_SPOOL}"
+    storage = files.storage
+    path = f"{files.layout.folder}/{_SPOOL}"
     data = stream.read(1)
     if not data:
         if storage.size(path) is None:
@@ -85,7 +87,7 @@ def spool(storage: Storage, layout: Layout, stream: BinaryIO) -> Input:
         file.sync()
     finally:
         file.close()
-    if storage.size(path) is None:
+    if anew or storage.size(path) is None:
         storage.rename(side, path)
     elif storage.size(path) == storage.size(side) and _equal(storage, path, side):
         storage.remove(side)
@@ -93,7 +95,7 @@ def spool(storage: Storage, layout: Layout, stream: BinaryIO) -> Input:
         storage.remove(side)
         raise InputError(
             "standard input is not what this job was begun with; give the same again or nothing "
-            "(< /dev/null), or name another output"
+            "(< /dev/null), or add --restart or --accept-changes"
         )
     return Input([InputFile(storage, path, "standard input")])
 

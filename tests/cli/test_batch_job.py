@@ -167,6 +167,12 @@ def test_b79_a_made_up_id_is_not_confused_with_a_given_one(run, files: Files):
     assert "lines 1 and 2" in ran.err
 
 
+def test_b79_a_line_that_cannot_run_has_no_made_up_id(run, files: Files):
+    files.write(b"{", {"custom_id": "line-1", **GOOD})
+    assert run().code == 1
+    assert [result["custom_id"] for result in files.read()] == [None, "line-1"]
+
+
 def test_b79_equal_hashes_are_not_equal_ids(run, files: Files, monkeypatch):
     strong = inputs.blake2b
 

@@ -304,6 +304,9 @@ def test_standard_input_is_kept_so_that_the_job_can_go_on(jaxserve, tmp_path, mo
     assert len(texts([json.loads(line) for line in output.read_bytes().splitlines()])) == 60
     monkeypatch.setattr(sys, "stdin", Stdin(data))
     assert jaxserve(*command).code == 0
+    monkeypatch.setattr(sys, "stdin", Stdin(data.splitlines(keepends=True)[0]))
+    assert jaxserve(*command, "--restart").code == 0
+    assert len(output.read_bytes().splitlines()) == 1
 
 
 def test_parts_of_a_size(run, files: Files, monkeypatch, undisturbed):
