@@ -275,7 +275,8 @@ def test_compressed_files_and_several_inputs(suffix: str, jaxserve, tmp_path: Pa
     output = tmp_path / f"out{suffix}"
     pattern = tmp_path / f"part-*{suffix}"
     assert jaxserve("batch", pattern, "--output", output).code == 1
-    results = [json.loads(line) for line in codec.decode(output.read_bytes()).splitlines()]
+    with output.open("rb") as file:  # of several blocks, when the job was flushed in between
+        results = [json.loads(line) for line in codec.reader(file).read().splitlines()]
     assert len(results) == 63
     bad = [r["error"] for r in results if r["error"]]
     assert {(Path(e["file"]).name, e["line"]) for e in bad} == {

@@ -48,7 +48,7 @@ def test_an_empty_batch():
     assert len(fake()({"prompt": []})["text"]) == 0
 
 
-@pytest.mark.filterwarnings("ignore:`use_push_based_shuffle` is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`use_[a-z_]+` is deprecated:DeprecationWarning")  # of its own
 def test_ray_data_maps_batches_with_two_actors(
     cluster: str, tiny_model: Path, engine_options: list[str], tmp_path: Path
 ):
