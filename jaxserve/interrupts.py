@@ -17,7 +17,7 @@ class Uninterrupted:
         self._handler = None
         if threading.current_thread() is threading.main_thread():
             handler = signal.getsignal(signal.SIGINT)
-            if callable(handler):
+            if callable(handler) and not getattr(handler, "waits_by_itself", False):
                 self._handler = handler
                 signal.signal(signal.SIGINT, self._note)
 

@@ -1,16 +1,25 @@
-"""`jaxserve batch`: every line of a JSONL file, and a file of results."""
+"""`jaxserve batch`: every line of the input gets one result, however often the job is killed."""
 
 import argparse
+import math
+import re
 import sys
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxserve.cli import common
+from jaxserve.cli import batch_ray, common
+from jaxserve.cli.batch_run import Outcome, Work, run_engine
+from jaxserve.offline import shard
 
 if TYPE_CHECKING:
-    from jaxserve.build import Assembly
-    from jaxserve.offline.job import JobOptions, Totals
+    from pathlib import Path
+
+    from jaxserve.config import EngineConfig
+    from jaxserve.offline.files import JobFiles
+    from jaxserve.offline.stop import StopSignals
+    from jaxserve.request import SamplingParams
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)([KMGT]?)(?:i?B)?", re.IGNORECASE)
 
 
 def register(subparsers: Any) -> None:
@@ -19,17 +28,23 @@ def register(subparsers: Any) -> None:
         help="run a JSONL file of requests",
         description=(
             "Runs every line of INPUT and writes one result a line to --output, as each finishes. "
+            "Run the same command again after anything that stopped it: it goes on where it was. "
             "Lines are OpenAI batch objects, or plain objects with prompt, prompt_token_ids or "
             "messages beside sampling options. Sampling options given here hold for lines that "
             "do not name them."
         ),
         allow_abbrev=False,
     )
-    parser.add_argument("input", type=Path, metavar="INPUT", help="JSONL file of requests")
     parser.add_argument(
-        "--output", type=Path, required=True, metavar="FILE", help="results go here"
+        "inputs",
+        nargs="+",
+        metavar="INPUT",
+        help="JSONL files of requests: paths, patterns in quotes, gs:// or s3:// addresses, also "
+        ".gz and .zst; - is standard input",
     )
-    parser.add_argument("--overwrite", action="store_true", help="replace an output that exists")
+    parser.add_argument(
+        "--output", required=True, metavar="FILE", help="results go here; .gz and .zst compress"
+    )
     parser.add_argument("--token-ids", action="store_true", help="results name their token ids")
     parser.add_argument(
         "--any-model",
@@ -37,87 +52,252 @@ def register(subparsers: Any) -> None:
         help="lines may name another model and get this one; otherwise they fail",
     )
     parser.add_argument("--json", action="store_true", help="print the summary as one object")
+    parser.add_argument(
+        "--price-per-hour",
+        type=float,
+        metavar="X",
+        help="of this machine; the summary has the cost",
+    )
+    _add_order_options(parser)
+    _add_resume_options(parser)
     common.add_sampling_options(parser)
     common.add_engine_options(parser)
     parser.set_defaults(func=run)
 
 
-def run(args: argparse.Namespace) -> int:
-    from jaxserve.offline import reader
-    from jaxserve.offline.writer import InputError, check_paths
+def _add_order_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("order and machines")
+    group.add_argument(
+        "--in-order",
+        action="store_true",
+        help="start lines in the order of INPUT, not in the order that is fastest",
+    )
+    group.add_argument(
+        "--shard",
+        type=_shard,
+        metavar="I/N",
+        help="run only every N-th line, from line I on (counted from 0); `batch merge` joins them",
+    )
+    batch_ray.add_options(group)
 
+
+def _add_resume_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("going on")
+    again = group.add_mutually_exclusive_group()
+    again.add_argument(
+        "--restart", action="store_true", help="begin anew; an output that exists is set aside"
+    )
+    again.add_argument(
+        "--accept-changes",
+        action="store_true",
+        help="go on although input or settings are not those the output was begun with",
+    )
+    group.add_argument(
+        "--retry-errors",
+        action="store_true",
+        help="redo the lines that failed for a reason outside of them",
+    )
+    group.add_argument(
+        "--max-errors", type=int, metavar="N", help="stop when more lines than this fail in a run"
+    )
+    group.add_argument(
+        "--sync-interval",
+        type=float,
+        default=5.0,
+        metavar="SECONDS",
+        help="most work that a power loss can undo; default 5",
+    )
+    group.add_argument(
+        "--grace",
+        type=float,
+        default=20.0,
+        metavar="SECONDS",
+        help="time for requests in flight after SIGTERM or Ctrl-C; default 20",
+    )
+    group.add_argument(
+        "--roll-size",
+        metavar="SIZE",
+        help="write parts of about this size (FILE-00001, ...), such as 512M",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    from jaxserve.offline.errors import InputError
+    from jaxserve.offline.stop import Interrupted, StopSignals
+
+    _check_numbers(args)
+    batch_ray.check(args)
     config = common.read_config(args)
     defaults = common.read_sampling(args)
     try:
-        check_paths(args.input, args.output, overwrite=args.overwrite)
-        total = reader.scan(args.input)
+        with StopSignals(args.grace) as stop:
+            return _run(args, config, defaults, stop)
     except InputError as error:
         raise common.UsageError(str(error)) from error
+    except (Interrupted, KeyboardInterrupt):
+        return common.PARKED
 
-    from jaxserve.offline.job import JobOptions, Totals
 
-    start = time.monotonic()
-    assembly = common.assemble(config, args)
-    begun = time.monotonic()
-    totals = Totals()
-    options = JobOptions(defaults=defaults, token_ids=args.token_ids, any_model=args.any_model)
+def _run(
+    args: argparse.Namespace, config: "EngineConfig", defaults: "SamplingParams", stop: Any
+) -> int:
+    from jaxserve.offline import places
+    from jaxserve.offline.files import JobFiles
+    from jaxserve.offline.lock import Lease, LocalLock
+
+    roll_bytes = _bytes(args.roll_size)
+    from_stdin = args.inputs == [places.STANDARD_INPUT]
+    given = [] if from_stdin else places.find_inputs(args.inputs)
+    storage, layout = places.find_output(args.output, given, rolled=roll_bytes is not None)
+    settings = _settings(args, config, defaults)
+
+    def lock(storage: Any, folder: str) -> LocalLock | Lease:
+        return LocalLock(folder) if storage.appends else Lease(storage, folder)
+
     try:
-        stopped = _run_job(args, assembly, options, totals, total)
+        files = JobFiles(storage, layout, lock, common.note)
+    except OSError as error:
+        raise common.UsageError(
+            f"--output {args.output} cannot be written: {common.one_line(error)}"
+        ) from error
+    try:
+        return _run_locked(args, config, defaults, files, given, settings, stop)
     finally:
-        assembly.close()
-    report = {
-        "lines": total,
-        **totals.report(time.monotonic() - begun),
-        "startup_s": begun - start,
-        "interrupted": stopped is not None,
-        "model": assembly.config.model.name,
-        "output": str(args.output),
-    }
-    _show(report, as_json=args.json)
-    if stopped is not None:
-        return stopped
-    return common.SOME_FAILED if totals.failed else common.DONE
+        files.close()
 
 
-def _run_job(
+def _run_locked(  # noqa: PLR0913
     args: argparse.Namespace,
-    assembly: "Assembly",
-    options: "JobOptions",
-    totals: "Totals",
-    num_lines: int,
-) -> int | None:
-    """Runs the job; the exit code when something stopped it before its end."""
-    from jaxserve.offline.job import EngineBroken, Job
-    from jaxserve.offline.progress import make_progress
-    from jaxserve.offline.writer import InputError, Writer
+    config: "EngineConfig",
+    defaults: "SamplingParams",
+    files: "JobFiles",
+    given: list[Any],
+    settings: dict[str, Any],
+    stop: "StopSignals",
+) -> int:
+    from jaxserve.offline import places
+    from jaxserve.offline.files import Wishes
+    from jaxserve.offline.inputs import Input
+    from jaxserve.offline.report import cost
 
     try:
-        with Writer(args.output, overwrite=args.overwrite) as writer:
-            progress = make_progress(num_lines, sys.stderr)
-            try:
-                Job(assembly, options, totals).run(args.input, writer, progress)
-            finally:
-                progress.close()
-    except InputError as error:
-        raise common.UsageError(str(error)) from error
-    except (OSError, EngineBroken) as error:  # a full disk, a share or a device that is gone
-        common.note(f"error: {common.one_line(error)}")
-        return common.SOME_FAILED
-    except KeyboardInterrupt:
-        return common.INTERRUPTED
-    return None
+        wishes = Wishes(args.restart, args.accept_changes, args.retry_errors)
+        anew = args.restart or args.accept_changes
+        source = Input(given) if given else places.spool(files, _stdin(), anew=anew)
+        files.prepare(source, settings, wishes)
+    except OSError as error:
+        raise common.UsageError(common.one_line(error)) from error
+    work = Work(args, config, defaults, files, source)
+    done_before, failed_before = work.num_before
+    started = time.monotonic()
+    outcome = Outcome()
+    if work.num_left or not work.num_lines:
+        outcome = run_engine(work, stop, _bytes(args.roll_size))
+    else:
+        files.settle()
+    totals = outcome.totals
+    finished = done_before + failed_before + totals.done + totals.failed
+    startup = time.monotonic() - started - outcome.seconds
+    report = {
+        "lines": work.num_lines,
+        **totals.report(outcome.seconds),
+        **outcome.use.figures(outcome.seconds),
+        "done": done_before + totals.done,
+        "failed": failed_before + totals.failed,
+        "done_before": done_before,
+        "failed_before": failed_before,
+        "retried": work.num_retried,
+        "redone": outcome.redone,
+        "startup_s": startup,
+        "interrupted": finished < work.num_lines,
+        "model": config.model.name,
+        "output": args.output,
+    }
+    if args.price_per_hour is not None:
+        seconds = outcome.seconds + startup
+        report |= cost(seconds, args.price_per_hour, totals.output_tokens)
+    _show(report, as_json=args.json)
+    if outcome.code is not None:
+        return outcome.code
+    if finished < work.num_lines:
+        return common.PARKED
+    return common.SOME_FAILED if report["failed"] else common.DONE
+
+
+def _shard(text: str) -> shard.Shard:
+    try:
+        return shard.parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _settings(
+    args: argparse.Namespace, config: "EngineConfig", defaults: "SamplingParams"
+) -> dict[str, Any]:
+    """What the results depend on; an unreadable model is refused here."""
+    from jaxserve.offline.fingerprint import settings_of
+
+    try:
+        settings = settings_of(config, defaults, _model_path(config), common.version())
+    except (ValueError, OSError) as error:
+        raise common.UsageError(common.one_line(error)) from error
+    return {
+        **settings,
+        "--token-ids": args.token_ids,
+        "--any-model": args.any_model,
+        "--shard": shard.name(args.shard),
+    }
+
+
+def _model_path(config: "EngineConfig") -> "Path":
+    from jaxserve import sources
+
+    return sources.resolve(config.model.name)
+
+
+def _stdin() -> Any:
+    return sys.stdin.buffer
+
+
+def _check_numbers(args: argparse.Namespace) -> None:
+    for name in ("sync_interval", "grace"):
+        value = getattr(args, name)
+        if not 0 <= value < math.inf:
+            raise common.UsageError(f"--{name.replace('_', '-')} {value} must be at least 0")
+    price = args.price_per_hour
+    if price is not None and not 0 <= price < math.inf:
+        raise common.UsageError(f"--price-per-hour {price} must be at least 0")
+    if args.max_errors is not None and args.max_errors < 0:
+        raise common.UsageError(f"--max-errors {args.max_errors} must be at least 0")
+    _bytes(args.roll_size)
+
+
+def _bytes(size: str | None) -> int | None:
+    """512M -> 536870912.  Raises UsageError."""
+    if size is None:
+        return None
+    found = _SIZE.fullmatch(size.strip())
+    value = int(float(found[1]) * 1024 ** " KMGT".index(found[2].upper() or " ")) if found else 0
+    if not value:
+        raise common.UsageError(f"--roll-size {size} must be a size such as 512M")
+    return value
 
 
 def _show(report: dict[str, Any], *, as_json: bool) -> None:
     if as_json:
         common.write_json(report)
         return
+    before = report["done_before"] + report["failed_before"]
     common.note(
-        f"{report['done']} done, {report['failed']} failed of {report['lines']} lines in "
+        f"{report['done']} done, {report['failed']} failed of {report['lines']} lines"
+        f"{f' ({before} of them before)' if before else ''} in "
         f"{report['wall_s']:.1f} s (start {report['startup_s']:.1f} s); "
         f"{report['output_tokens']} tokens, {report['output_tokens_per_s']:.0f} tok/s; "
+        f"idle {report['idle_share']:.1%}, padding {report['time_waste']:.1%}; "
         f"results in {report['output']}"
     )
+    if "cost" in report:
+        common.note(f"cost {report['cost']:.4f} at {report['price_per_hour']:g} an hour")
     if report["interrupted"]:
         left = report["lines"] - report["done"] - report["failed"]
-        common.note(f"stopped early: {left} lines have no result")
+        common.note(f"stopped early: {left} lines are left; run the same command again to go on")

@@ -61,8 +61,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _read(args: argparse.Namespace) -> "list[WorkItem]":
+    from jaxserve.offline.errors import InputError
     from jaxserve.offline.workload import read_workload
-    from jaxserve.offline.writer import InputError
 
     if args.repeat < 1:
         raise common.UsageError(f"--repeat {args.repeat} must be at least 1")

@@ -21,6 +21,7 @@ STARTED = time.perf_counter()  # of the process, as near as this module can tell
 DONE = 0
 SOME_FAILED = 1
 BAD_USAGE = 2
+PARKED = 75  # stopped early: the same command goes on where it was
 INTERRUPTED = 130  # ended by Ctrl-C, as shells count it
 
 

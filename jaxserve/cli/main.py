@@ -7,9 +7,10 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from jaxserve.cli import batch, bench, common, config, generate, model
+from jaxserve.cli import batch, batch_merge, batch_status, bench, common, config, generate, model
 
-_COMMANDS = (generate, batch, bench, model, config)
+_COMMANDS = (generate, batch, batch_status, batch_merge, bench, model, config)
+_TWO_WORDS = ("status", "merge")  # after `batch`; an input of that name is written ./status
 
 
 class _Parser(argparse.ArgumentParser):
@@ -22,8 +23,11 @@ class _Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit code: 0 done, 1 some items failed, 2 bad usage or input,
-    130 ended by Ctrl-C."""
-    args = _parser().parse_args(argv)
+    75 stopped early and resumable, 130 ended by Ctrl-C."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words[:1] == ["batch"] and words[1:2] and words[1] in _TWO_WORDS:
+        words[:2] = [" ".join(words[:2])]
+    args = _parser().parse_args(words)
     try:
         return args.func(args)
     except common.UsageError as error:

@@ -1,42 +1,102 @@
-"""A batch job: reads ahead, keeps the engine full, writes each result as it finishes."""
+"""A batch job: takes lines from a source, keeps the engine full, hands results to a sink.
+
+Knows no files: the same loop runs over a local file, inside a Ray actor, and in tests.
+"""
 
 import dataclasses
-import re
+import enum
+import hashlib
 from collections import Counter
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
+
+import msgspec
 
 from jaxserve.driver import Driver, Generation
 from jaxserve.engine import QueueFull
 from jaxserve.interrupts import Uninterrupted
 from jaxserve.offline import results
-from jaxserve.offline.jsonl import LineError, shorten
-from jaxserve.offline.progress import Progress
-from jaxserve.offline.reader import Failed, Reader, Ready
-from jaxserve.offline.tasks import Task
-from jaxserve.offline.writer import Writer
+from jaxserve.offline.jsonl import LineError, Place
+from jaxserve.offline.lookahead import LookAhead
+from jaxserve.offline.parse import Failed, Ready
+from jaxserve.offline.progress import Progress, Snapshot
+from jaxserve.offline.report import EngineUse
 from jaxserve.request import SamplingParams
-from jaxserve.text.chat import render_chat
 
 if TYPE_CHECKING:
     from jaxserve.build import Assembly
 
-WINDOW_SEATS = 4  # samples in flight, in multiples of max_seqs: the scheduler has a choice
-_ENDINGS = re.compile(r"([.-](i?q\d\w*|bf16|f16|f32))?(\.gguf)?$")
+WINDOW_SEATS = 4  # samples in flight at most, in multiples of max_seqs
+QUEUED_SEATS = 1  # samples queued for seats, likewise: enough for every step, no more than that
 MAX_FAILED_STEPS = 3  # in a row, and a job ends
 
 
-class EngineBroken(RuntimeError):
-    """No step succeeds any more."""
+class JobFailed(RuntimeError):
+    """Going on makes no sense.  What was in flight has no result; what the sink has, holds."""
+
+
+class Outcome(enum.IntEnum):
+    """How a line ended."""
+
+    DONE = 0
+    FAILED = 1  # and would fail again
+    RETRYABLE = 2  # failed for a reason that lies outside the line
+
+
+class Source(Protocol):
+    """Where lines come from."""
+
+    @property
+    def ended(self) -> bool:
+        """Every line was taken."""
+        ...
+
+    def take(self, *, wait: bool) -> Ready | Failed | None:
+        """The next line; None at the end, or when none is ready yet.  With `wait` it may block for
+        a moment, never for long."""
+        ...
+
+
+class Sink(Protocol):
+    """Where results go."""
+
+    def write(self, place: Place, outcome: Outcome, result: bytes) -> None:
+        """One result: a JSON object without a line end."""
+        ...
+
+    def flush(self) -> None:
+        """Called after every step: what was written should become visible, and durable when it is
+        time."""
+        ...
+
+
+class Stop(Protocol):
+    """Tells a job to end early."""
+
+    @property
+    def asked(self) -> bool:
+        """No more lines are taken; those in flight go on."""
+        ...
+
+    @property
+    def expired(self) -> bool:
+        """What is still in flight is given up: it has no result."""
+        ...
+
+
+class Never:
+    """The Stop of a job that runs to its end."""
+
+    asked = False
+    expired = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class JobOptions:
     """What a job does with its lines."""
 
-    defaults: SamplingParams = SamplingParams()  # for what a line does not say
     token_ids: bool = False  # every result names its token ids
-    any_model: bool = False  # lines may ask for another model; they get this one
+    in_order: bool = False  # lines start in the order of the input
+    max_errors: int | None = None  # more failed lines than this end the job
 
 
 @dataclasses.dataclass(slots=True)
@@ -67,7 +127,7 @@ class Totals:
 
 
 class Job:
-    """One run over one input file."""
+    """One run from a source to a sink."""
 
     def __init__(self, assembly: "Assembly", options: JobOptions, totals: Totals) -> None:
         """`totals` is kept up to date while the job runs, so it holds after an interruption too."""
@@ -77,75 +137,111 @@ class Job:
         self._config = assembly.config
         self._options = options
         self._totals = totals
-        self._names = {"default", short_name(assembly.config.model.name)}
         scheduler = assembly.config.scheduler
         self._window = min(WINDOW_SEATS * scheduler.max_seqs, scheduler.max_waiting)
+        self._queued = min(QUEUED_SEATS * scheduler.max_seqs, scheduler.max_waiting)
         self._lines: dict[Generation, Ready] = {}
-        self._waiting: Ready | Failed | None = None  # taken from the reader, refused by the queue
+        self._waiting: Ready | Failed | None = None  # taken from the source, refused by the queue
         self._tokens_seen = 0
+        self._before = EngineUse.of(assembly.engine.stats)
         self._steps_seen = assembly.engine.stats.steps
         self._failures_seen = assembly.engine.stats.failed_steps
 
-    def run(self, input_path: Path, writer: Writer, progress: Progress) -> None:
-        """Every line gets one result.
+    def run(self, source: Source, sink: Sink, progress: Progress, stop: Stop | None = None) -> None:
+        """Every line gets one result, unless `stop` asks for an early end.
 
-        Raises OSError when a file fails and EngineBroken when no step succeeds any more; what was
-        in flight then has no result, and the driver is not to be used again.
+        Raises JobFailed when no step succeeds any more or too many lines failed, and what source
+        and sink raise; what was in flight then has no result, and the driver is not to be used
+        again.
         """
-        reader = Reader(input_path, self._options.defaults, self._encode)
-        try:
-            while self._fill(reader, writer) or self._lines:
-                if self._lines:
-                    self._step(writer)
-                totals = self._totals
-                progress.update(done=totals.done, failed=totals.failed, tokens=self._tokens_seen)
-        finally:
-            reader.stop()
+        stop = stop or Never()
+        lines = LookAhead(source, self._config, in_order=self._options.in_order)
+        while self._fill(lines, sink, stop) or self._lines:
+            if stop.expired:
+                self._give_up()
+                break
+            if self._lines:
+                self._step(lines, sink)
+            sink.flush()
+            progress.update(self.snapshot())
 
-    def _fill(self, reader: Reader, writer: Writer) -> bool:
-        """Takes lines until the window is full or none is ready; False at the end of the input.
+    def snapshot(self) -> Snapshot:
+        """How far it is."""
+        kv = self._engine.kv
+        return Snapshot(
+            done=self._totals.done,
+            failed=self._totals.failed,
+            tokens=self._tokens_seen,
+            running=self._engine.num_running,
+            waiting=self._engine.num_waiting,
+            kv_used=kv.num_used / kv.num_blocks,
+        )
+
+    @property
+    def use(self) -> EngineUse:
+        """What this job made the engine do so far."""
+        return EngineUse.of(self._engine.stats).since(self._before)
+
+    def _fill(self, source: LookAhead, sink: Sink, stop: Stop) -> bool:
+        """Takes lines until the window is full or none is ready; False when no more are to come.
 
         Waits for a line only when the engine has nothing else to do.
         """
-        while self._driver.num_running < self._window:
-            item = self._waiting or reader.take(wait=not self._lines)
+        while self._driver.num_running < self._window and self._engine.num_waiting < self._queued:
+            if stop.asked:
+                return False
+            busy = self._engine.num_waiting > 0
+            item = self._waiting or source.take(wait=not self._lines, patient=busy)
             self._waiting = None
             if item is None:
-                return not reader.ended
+                return not source.ended
             if isinstance(item, Failed):
-                self._fail(writer, item)
+                self._fail(sink, item)
                 if not self._lines:
                     break  # so that progress shows even when every line fails
-            elif not self._submit(item, writer):
+            elif not self._submit(item, source, sink):
                 break
         return True
 
-    def _submit(self, line: Ready, writer: Writer) -> bool:
+    def _submit(self, line: Ready, source: LookAhead, sink: Sink) -> bool:
         """False when the queue has no place: the line waits."""
         task = line.task
         try:
             with Uninterrupted():
-                prompt, sampling = line.prompt, task.sampling
-                generation = self._driver.submit(prompt, sampling, priority=task.priority)
+                sampling = self._seeded(line)
+                generation = self._driver.submit(line.prompt, sampling, priority=task.priority)
                 self._lines[generation] = line
         except QueueFull:
             if not self._lines:
                 message = f"n={task.sampling.n} is more than scheduler.max_waiting allows"
-                self._fail(writer, Failed(line.number, line.custom_id, _invalid(message)))
+                source.computed(line)
+                self._fail(sink, Failed(line.place, line.custom_id, _invalid(message)))
                 return True
             self._waiting = line
             return False
         except ValueError as error:
-            self._fail(writer, Failed(line.number, line.custom_id, _invalid(str(error))))
+            source.computed(line)
+            self._fail(sink, Failed(line.place, line.custom_id, _invalid(str(error))))
         return True
 
-    def _step(self, writer: Writer) -> None:
+    def _seeded(self, line: Ready) -> SamplingParams:
+        """A line that names no seed gets one from its place, so that its text depends neither on
+        the order of the job nor on which run, shard or worker it falls to."""
+        sampling = line.task.sampling
+        if sampling.seed is not None or sampling.is_greedy:
+            return sampling
+        return dataclasses.replace(sampling, seed=line_seed(self._config.sampling.seed, line.place))
+
+    def _step(self, lines: LookAhead, sink: Sink) -> None:
         """One step, and the results of what it finished; Ctrl-C waits until they are written."""
         with Uninterrupted():
             for generation, chunk in self._driver.step():
                 self._tokens_seen += len(chunk.token_ids)
-                if generation.done and generation in self._lines:
-                    self._finish(generation, writer)
+                line = self._lines.get(generation)
+                if line is not None:
+                    lines.computed(line)
+                    if generation.done:
+                        self._finish(generation, sink)
         self._stop_if_broken()
 
     def _stop_if_broken(self) -> None:
@@ -154,9 +250,9 @@ class Job:
         if stats.steps > self._steps_seen:
             self._steps_seen, self._failures_seen = stats.steps, stats.failed_steps
         if stats.failed_steps - self._failures_seen >= MAX_FAILED_STEPS:
-            raise EngineBroken(f"{MAX_FAILED_STEPS} steps in a row failed; the job was stopped")
+            raise JobFailed(f"{MAX_FAILED_STEPS} steps in a row failed; the job was stopped")
 
-    def _finish(self, generation: Generation, writer: Writer) -> None:
+    def _finish(self, generation: Generation, sink: Sink) -> None:
         line = self._lines.pop(generation)
         completion = generation.completion()
         usage, totals = completion.usage, self._totals
@@ -166,47 +262,40 @@ class Job:
         broken = [sample for sample in completion.outputs if sample.finish_reason == "error"]
         if broken:
             error = LineError("generation_error", broken[0].error or "generation failed")
-            self._fail(writer, Failed(line.number, line.custom_id, error), status=500)
+            self._fail(sink, Failed(line.place, line.custom_id, error), status=500)
             return
         body = results.body(
             completion,
             self._tokenizer,
             model=self._config.model.name,
-            number=line.number,
+            number=line.place.number,
             is_chat=line.task.is_chat,
             token_ids=self._options.token_ids or line.task.return_token_ids,
         )
-        writer.write(results.success(line.number, line.custom_id, body))
+        result = results.success(line.place, line.custom_id, body)
+        sink.write(line.place, Outcome.DONE, msgspec.json.encode(result))
         totals.done += 1
         totals.finish_reasons.update(sample.finish_reason for sample in completion.outputs)
 
-    def _fail(self, writer: Writer, line: Failed, status: int = 400) -> None:
-        writer.write(results.failure(line.number, line.custom_id, line.error, status))
+    def _fail(self, sink: Sink, line: Failed, status: int = 400) -> None:
+        result = results.failure(line.place, line.custom_id, line.error, status)
+        outcome = Outcome.FAILED if status < 500 else Outcome.RETRYABLE
+        sink.write(line.place, outcome, msgspec.json.encode(result))
         self._totals.failed += 1
+        limit = self._options.max_errors
+        if limit is not None and self._totals.failed > limit:
+            raise JobFailed(f"more than {limit} lines failed, the last: {line.place}: {line.error}")
 
-    def _encode(self, task: Task) -> list[int]:
-        """Runs in the reader's thread."""
-        served = self._config.model
-        if task.model is not None and not self._options.any_model:
-            if short_name(task.model) not in self._names:
-                message = f"this job runs {served.name}, not {shorten(task.model)}"
-                raise LineError("unknown_model", message)
-        if task.messages is not None:
-            ids = render_chat(self._tokenizer, task.messages)
-        elif task.text is not None:
-            ids = self._tokenizer.encode(task.text)
-        else:
-            ids = task.token_ids or []
-        if len(ids) > served.max_len:
-            message = f"the prompt has {len(ids)} tokens; model.max_len is {served.max_len}"
-            raise LineError("prompt_too_long", message)
-        return ids
+    def _give_up(self) -> None:
+        with Uninterrupted():
+            self._driver.abort_all()
+            self._lines.clear()
 
 
-def short_name(name: str) -> str:
-    """What is left of a model's name, hub name or path when folders, the ending of a GGUF file and
-    its quantisation are taken away; in lower case."""
-    return _ENDINGS.sub("", name.lower().rstrip("/").rpartition("/")[2])
+def line_seed(base: int, place: Place) -> int:
+    """64 bits from the engine's base seed and the place of a line in the job's whole input."""
+    digest = hashlib.blake2b(f"{base} {place.index}".encode(), digest_size=8)
+    return int.from_bytes(digest.digest())
 
 
 def _invalid(message: str) -> LineError:

@@ -4,7 +4,7 @@ import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, BinaryIO, NamedTuple, NoReturn
 
 MAX_LINE_BYTES = 16 * 1024 * 1024
 _SHOWN = 80  # characters of foreign text in a message
@@ -18,27 +18,52 @@ class LineError(ValueError):
         self.code = code
 
 
+class Place(NamedTuple):
+    """Where a line stands.  `index` and `number` count through all inputs of a job."""
+
+    number: int  # from 1, blank lines counted too
+    index: int = 0  # from 0, among the lines that are not blank
+    file: str = ""  # empty when a job has one input
+    line: int = 0  # within `file`
+
+    def __str__(self) -> str:
+        return f"{self.file}, line {self.line}" if self.file else f"line {self.number}"
+
+
 class Line(NamedTuple):
     """`data` is None when the line is longer than MAX_LINE_BYTES."""
 
-    number: int  # from 1
+    place: Place
     data: bytes | None
+
+    @property
+    def number(self) -> int:
+        return self.place.number
 
 
 def read_lines(path: Path) -> Iterator[Line]:
     """Every line that is not blank; a byte order mark at the start of the file is skipped."""
     with path.open("rb") as file:
-        number = 0
-        while data := file.readline(MAX_LINE_BYTES + 1):
-            number += 1
-            complete = len(data) <= MAX_LINE_BYTES or data.endswith(b"\n")
-            if not complete:
-                while data and not data.endswith(b"\n"):
-                    data = file.readline(MAX_LINE_BYTES)
-            if number == 1:
-                data = data.removeprefix(b"\xef\xbb\xbf")
-            if not complete or data.strip():
-                yield Line(number, data if complete else None)
+        for index, (number, data) in enumerate(raw_lines(file)):
+            yield Line(Place(number, index), data)
+
+
+def raw_lines(file: BinaryIO) -> Iterator[tuple[int, bytes | None]]:
+    """Number and bytes of every line that is not blank; None for one longer than
+    MAX_LINE_BYTES."""
+    number = 0
+    while data := file.readline(MAX_LINE_BYTES + 1):
+        number += 1
+        complete = len(data) <= MAX_LINE_BYTES or data.endswith(b"\n")
+        if not complete:
+            while data and not data.endswith(b"\n"):
+                data = file.readline(MAX_LINE_BYTES)
+        if number == 1:
+            data = data.removeprefix(b"\xef\xbb\xbf")
+        if not complete:
+            yield number, None
+        elif data and not data.isspace():
+            yield number, data
 
 
 def parse_object(line: Line) -> dict[str, Any]:

@@ -1,16 +1,29 @@
 """How far a batch job is: a bar on a terminal, a line now and then elsewhere."""
 
+import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol, TextIO
 
 LINE_SECONDS = 10.0  # between two lines where there is no terminal
 
 
-class Progress(Protocol):
-    """Shows counts; every figure is a total since the start."""
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """A job at one moment; counts are totals since this run of it began."""
 
-    def update(self, *, done: int, failed: int, tokens: int) -> None: ...
+    done: int
+    failed: int
+    tokens: int  # put out, those of unfinished lines too
+    running: int = 0  # samples with a seat
+    waiting: int = 0  # samples without
+    kv_used: float = 0.0  # share of the KV pool
+
+
+class Progress(Protocol):
+    """Shows snapshots."""
+
+    def update(self, now: Snapshot) -> None: ...
 
     def close(self) -> None: ...
 
@@ -20,6 +33,21 @@ def make_progress(total: int, stream: TextIO) -> Progress:
     if stream.isatty():
         return Bar(total, stream)
     return Lines(total, stream)
+
+
+class Several:
+    """Shows the same in several places."""
+
+    def __init__(self, places: Sequence[Progress]) -> None:
+        self._places = places
+
+    def update(self, now: Snapshot) -> None:
+        for place in self._places:
+            place.update(now)
+
+    def close(self) -> None:
+        for place in self._places:
+            place.close()
 
 
 class Lines:
@@ -33,18 +61,12 @@ class Lines:
         self._clock = clock
         self._start = self._shown = clock()
 
-    def update(self, *, done: int, failed: int, tokens: int) -> None:
-        now = self._clock()
-        if now - self._shown < LINE_SECONDS:
+    def update(self, now: Snapshot) -> None:
+        time_now = self._clock()
+        if time_now - self._shown < LINE_SECONDS:
             return
-        self._shown = now
-        elapsed = now - self._start
-        handled = done + failed
-        eta = format_seconds((self._total - handled) * elapsed / handled) if handled else "?"
-        self._stream.write(
-            f"{done} done, {failed} failed, {self._total - handled} left; "
-            f"{tokens / elapsed:,.0f} tok/s; ETA {eta}\n"
-        )
+        self._shown = time_now
+        self._stream.write(describe(now, self._total, time_now - self._start) + "\n")
         self._stream.flush()
 
     def close(self) -> None:
@@ -70,13 +92,29 @@ class Bar:
         self._task = self._bar.add_task("", total=total, counts="starting")
         self._bar.start()
 
-    def update(self, *, done: int, failed: int, tokens: int) -> None:
-        speed = tokens / max(1e-9, time.monotonic() - self._start)
-        counts = f"{done} done  {failed} failed  {speed:,.0f} tok/s"
-        self._bar.update(self._task, completed=done + failed, counts=counts)
+    def update(self, now: Snapshot) -> None:
+        speed = now.tokens / max(1e-9, time.monotonic() - self._start)
+        counts = f"{now.done} done  {now.failed} failed  {speed:,.0f} tok/s  KV {now.kv_used:.0%}"
+        self._bar.update(self._task, completed=now.done + now.failed, counts=counts)
 
     def close(self) -> None:
         self._bar.stop()
+
+
+def describe(now: Snapshot, total: int, elapsed: float) -> str:
+    """One line for people; `elapsed` seconds since the run began."""
+    left = eta_seconds(now, total, elapsed)
+    return (
+        f"{now.done} done, {now.failed} failed, {max(0, total - now.done - now.failed)} left; "
+        f"{now.tokens / max(1e-9, elapsed):,.0f} tok/s; "
+        f"ETA {'?' if left is None else format_seconds(left)}; KV {now.kv_used:.0%}"
+    )
+
+
+def eta_seconds(now: Snapshot, total: int, elapsed: float) -> float | None:
+    """At the pace so far; None before the first line has ended."""
+    handled = now.done + now.failed
+    return max(0, total - handled) * elapsed / handled if handled else None
 
 
 def format_seconds(seconds: float) -> str:

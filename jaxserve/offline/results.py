@@ -4,40 +4,40 @@ import time
 from typing import Any
 
 from jaxserve.completion import Completion, Sample
-from jaxserve.offline.jsonl import LineError
+from jaxserve.offline.jsonl import LineError, Place
 from jaxserve.request import TokenLogprobs
 from jaxserve.text.tokenizer import Tokenizer
 
+ID_PREFIX = "batch_req_"  # and the number of the line in the whole input
 LEAST_LOGPROB = -9999.0  # stands for minus infinity, which JSON cannot write (as in OpenAI's API)
 
 
 def failure(
-    number: int, custom_id: str | None, error: LineError, status: int = 400
+    place: Place, custom_id: str | None, error: LineError, status: int = 400
 ) -> dict[str, Any]:
     """The result of a line that gave none: as a success, but with `error` in place of
     `response`."""
+    where: dict[str, Any] = {"line": place.number}
+    if place.file:
+        where = {"file": place.file, "line": place.line}
     return {
-        "id": f"batch_req_{number}",
+        "id": f"{ID_PREFIX}{place.number}",
         "custom_id": custom_id,
         "response": None,
         "error": {
             "code": error.code,
-            "message": f"line {number}: {error}",
-            "line": number,
+            "message": f"{place}: {error}",
+            **where,
             "status_code": status,
         },
     }
 
 
-def success(
-    number: int,
-    custom_id: str,
-    body: dict[str, Any],
-) -> dict[str, Any]:
+def success(place: Place, custom_id: str, body: dict[str, Any]) -> dict[str, Any]:
     return {
-        "id": f"batch_req_{number}",
+        "id": f"{ID_PREFIX}{place.number}",
         "custom_id": custom_id,
-        "response": {"status_code": 200, "request_id": f"req_{number}", "body": body},
+        "response": {"status_code": 200, "request_id": f"req_{place.number}", "body": body},
         "error": None,
     }
 

@@ -6,6 +6,7 @@ A line is an OpenAI batch object (`custom_id`, `method`, `url`, `body`) or a pla
 
 import dataclasses
 import difflib
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,6 +18,7 @@ from jaxserve.request import SamplingParams
 CHAT_URL = "/v1/chat/completions"
 COMPLETION_URL = "/v1/completions"
 MAX_CUSTOM_ID = 512  # characters
+_ENDINGS = re.compile(r"([.-](i?q\d\w*|bf16|f16|f32))?(\.gguf)?$")
 
 
 class _Common(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -124,6 +126,12 @@ def parse_task(value: dict[str, Any], defaults: SamplingParams) -> Task:
     if is_chat:
         return _chat_task(_convert(body, _Chat, where), defaults)
     return _text_task(_convert(body, _Text, where), defaults, where)
+
+
+def short_name(name: str) -> str:
+    """What is left of a model's name, hub name or path when folders, the ending of a GGUF file and
+    its quantisation are taken away; in lower case."""
+    return _ENDINGS.sub("", name.lower().rstrip("/").rpartition("/")[2])
 
 
 def _is_envelope(value: Mapping[str, Any]) -> bool:

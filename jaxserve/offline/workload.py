@@ -8,8 +8,8 @@ from typing import Annotated
 import msgspec
 
 from jaxserve.driver import Driver, Generation
+from jaxserve.offline.errors import InputError
 from jaxserve.offline.jsonl import LineError, parse_object, read_lines
-from jaxserve.offline.writer import InputError
 from jaxserve.request import SamplingParams
 
 LATE_AFTER = 32  # output tokens of every earlier stream before the late requests are sent

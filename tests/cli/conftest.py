@@ -20,7 +20,9 @@ class Ran(NamedTuple):
 
 
 @pytest.fixture
-def assembled(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[fakes.FakeAssembly]]:
+def assembled(
+    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[list[fakes.FakeAssembly]]:
     """Every assembly that a command made; `jaxserve.build` is a stand-in, so jax stays out."""
     made: list[fakes.FakeAssembly] = []
 
@@ -31,6 +33,9 @@ def assembled(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[fakes.FakeAssemb
     build = types.ModuleType("jaxserve.build")
     build.assemble = assemble  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "jaxserve.build", build)
+    model = tmp_path_factory.mktemp("model") / "fake.gguf"
+    model.write_bytes(b"weights")
+    monkeypatch.setattr("jaxserve.sources.resolve", lambda name, **_: model)
     yield made
 
 

@@ -33,44 +33,41 @@ def test_files_are_checked_before_anything_heavy(jaxserve, files: Files, assembl
     nowhere = tmp_path / "no" / "out.jsonl"
     refused(jaxserve("batch", files.input, "--output", nowhere), assembled, "folder")
     refused(jaxserve("batch", files.input, "--output", tmp_path), assembled, "is a folder")
-    same = jaxserve("batch", files.input, "--output", files.input, "--overwrite")
+    same = jaxserve("batch", files.input, "--output", files.input, "--restart")
     refused(same, assembled, "is the input file")
     link = tmp_path / "link.jsonl"
     os.link(files.input, link)
-    refused(
-        jaxserve("batch", files.input, "--output", link, "--overwrite"), assembled, "input file"
-    )
+    refused(jaxserve("batch", files.input, "--output", link, "--restart"), assembled, "input file")
     assert files.input.read_bytes() == json.dumps(GOOD).encode() + b"\n"
 
 
 def test_an_output_that_exists_is_kept_unless_told_otherwise(run, files: Files, assembled):
     files.write(GOOD)
     files.output.write_text("precious")
-    refused(run(), assembled, "exists", "--overwrite")
+    refused(run(), assembled, "exists", "--restart")
     assert files.output.read_text() == "precious"
-    assert run("--overwrite").code == 0
+    assert run("--restart").code == 0
     assert len(files.read()) == 1
+    assert files.output.with_name("out.jsonl.old-1").read_text() == "precious"
 
 
 def test_an_interrupt_keeps_what_is_done_and_reports_it(run, files: Files, monkeypatch):
-    from jaxserve.offline.writer import Writer
+    from jaxserve.offline.output import Output
 
-    write, count = Writer.write, 0
+    write, count = Output.write, 0
 
-    def interrupted(self, result):
+    def interrupted(self, *result):
         nonlocal count
         count += 1
         if count == 11:
             raise KeyboardInterrupt
-        write(self, result)
+        write(self, *result)
 
-    monkeypatch.setattr(Writer, "write", interrupted)
+    monkeypatch.setattr(Output, "write", interrupted)
     files.write(*({"prompt": f"{i}"} for i in range(500)))
     ran = run("--json")
-    assert ran.code == 130
-    report = strict(ran.out)
-    assert report["interrupted"]
-    assert report["done"] == len(files.read()) == 10
+    assert ran.code == 75
+    assert len(files.read()) == 10
     assert not any(thread.name == "jaxserve-reader" for thread in threading.enumerate())
 
 
@@ -119,16 +116,16 @@ def test_samples_that_end_in_one_step_give_one_result(caching: str, run, files: 
     assert [len(r["response"]["body"]["choices"]) for r in files.read()] == [4]
 
 
-def test_a_disk_that_is_full_is_one_line_and_exit_1(run, files: Files, monkeypatch):
-    from jaxserve.offline.writer import Writer
+def test_a_disk_that_is_full_is_one_line_and_exit_75(run, files: Files, monkeypatch):
+    from jaxserve.offline.output import Output
 
-    def full(self, result):
+    def full(self, *result):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Writer, "write", full)
+    monkeypatch.setattr(Output, "write", full)
     files.write(GOOD)
     ran = run()
-    assert ran.code == 1
+    assert ran.code == 75
     assert ran.err.splitlines()[0].startswith("jaxserve: error: ")
     assert "No space left" in ran.err
 

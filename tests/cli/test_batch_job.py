@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 
 from jaxserve.config import EngineConfig
 from jaxserve.llm import LLM
-from jaxserve.offline import jsonl, reader
-from jaxserve.offline.job import short_name
+from jaxserve.offline import inputs, jsonl, reader
+from jaxserve.offline.lookahead import LookAhead
+from jaxserve.offline.parse import Parser
+from jaxserve.offline.tasks import short_name
 from jaxserve.request import SamplingParams
 from tests.cli import fakes
 from tests.cli.files import GOOD, Files, strict
@@ -165,8 +167,19 @@ def test_b79_a_made_up_id_is_not_confused_with_a_given_one(run, files: Files):
     assert "lines 1 and 2" in ran.err
 
 
+def test_b79_a_line_that_cannot_run_has_no_made_up_id(run, files: Files):
+    files.write(b"{", {"custom_id": "line-1", **GOOD})
+    assert run().code == 1
+    assert [result["custom_id"] for result in files.read()] == [None, "line-1"]
+
+
 def test_b79_equal_hashes_are_not_equal_ids(run, files: Files, monkeypatch):
-    monkeypatch.setattr(reader, "_hash", lambda name: len(name))
+    strong = inputs.blake2b
+
+    def weak(data: bytes, *, digest_size: int, key: bytes = b"") -> Any:
+        return strong(data if key else b"", digest_size=digest_size, key=key)
+
+    monkeypatch.setattr(inputs, "blake2b", weak)
     files.write(*({"custom_id": f"id-{i}", **GOOD} for i in range(10)))
     assert run().code == 0
     assert len(files.by_id()) == 10
@@ -176,29 +189,30 @@ def test_b79_equal_hashes_are_not_equal_ids(run, files: Files, monkeypatch):
 def test_b80_results_are_written_as_they_finish_and_the_window_is_bounded(
     overlap: str, run, files: Files, monkeypatch
 ):
-    """When the first result is on disk most of the input has not been read."""
-    from jaxserve.offline.writer import Writer
+    """When the first result is on disk most of the input has not been started."""
+    from jaxserve.offline.output import Output
 
-    count, write = 1000, Writer.write
+    count, write = 1000, Output.write
     most_open, first_written_at = [], []
-    take = reader.Reader.take
+    take = LookAhead.take
     taken = 0
 
-    def counting(self, *, wait: bool):
+    def counting(self, **how: bool):
         nonlocal taken
-        item = take(self, wait=wait)
+        item = take(self, **how)
         taken += item is not None
         return item
 
-    def watching(self, result):
-        write(self, result)
+    def watching(self, *result):
+        write(self, *result)
+        self.flush()
         on_disk = files.output.read_bytes().count(b"\n")
         if len(first_written_at) < 1:
             first_written_at.append(taken)
         most_open.append(taken - on_disk)
 
-    monkeypatch.setattr(reader.Reader, "take", counting)
-    monkeypatch.setattr(Writer, "write", watching)
+    monkeypatch.setattr(LookAhead, "take", counting)
+    monkeypatch.setattr(Output, "write", watching)
     files.write(*({"prompt": f"{i}", "max_tokens": 1 + i % 9} for i in range(count)))
     ran = run("--set", "scheduler.max_seqs=8", "--set", f"runner.overlap={overlap}")
     assert ran.code == 0, ran.err
@@ -216,7 +230,8 @@ def test_the_reader_stays_a_bounded_number_of_lines_ahead(files: Files):
         parsed += 1
         return [1]
 
-    source = reader.Reader(files.input, SamplingParams(), encode)
+    parse = Parser(SamplingParams(), encode)
+    source = reader.Reader(jsonl.read_lines(files.input), parse)
     deadline = time.monotonic() + 5
     while parsed < reader.READ_AHEAD and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -224,7 +239,7 @@ def test_the_reader_stays_a_bounded_number_of_lines_ahead(files: Files):
     assert parsed <= reader.READ_AHEAD + 1
     numbers = []
     while (item := source.take(wait=True)) is not None:
-        numbers.append(item.number)
+        numbers.append(item.place.number)
     assert numbers == list(range(1, 1001))
     assert source.ended
     source.stop()
@@ -232,7 +247,8 @@ def test_the_reader_stays_a_bounded_number_of_lines_ahead(files: Files):
 
 def test_a_reader_that_nobody_empties_can_be_stopped(files: Files):
     files.write(*({"prompt": f"{i}"} for i in range(1000)))
-    source = reader.Reader(files.input, SamplingParams(), lambda task: [1])
+    parse = Parser(SamplingParams(), lambda task: [1])
+    source = reader.Reader(jsonl.read_lines(files.input), parse)
     source.stop()
     assert threading.active_count() == 1 or not any(
         thread.name == "jaxserve-reader" for thread in threading.enumerate()
@@ -324,14 +340,14 @@ def test_any_model(run, files: Files):
 )
 def test_b79_the_first_look_misses_no_id(name: object, more: str, plain: bool):
     text = f'{{"custom_id": {json.dumps(name)}{more}' + ("}" if plain else ', "body": {}}')
-    line = jsonl.Line(3, text.encode())
-    strict_id = reader._custom_id(line)
-    assert strict_id is None or reader._quick_id(line) == strict_id
+    line = jsonl.Line(jsonl.Place(3), text.encode())
+    strict_id = inputs._strict_id(line)
+    assert strict_id is None or inputs._quick_id(line.number, line.data) == strict_id
 
 
 @pytest.mark.parametrize("bad", [line for line, _, _ in BAD if isinstance(line, bytes)])
 def test_b83_the_first_look_survives_every_bad_line(bad: bytes):
-    assert reader._quick_id(jsonl.Line(1, bad)) in (None, "line-1")
+    assert inputs._quick_id(1, bad) is None
 
 
 @pytest.mark.parametrize(

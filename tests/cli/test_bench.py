@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.driver import Driver
+from jaxserve.offline.errors import InputError
 from jaxserve.offline.figures import goodput, latency_figures, quantile
 from jaxserve.offline.workload import Replay, WorkItem, read_workload, replay
-from jaxserve.offline.writer import InputError
 from tests.cli import fakes
 
 KEYS = {

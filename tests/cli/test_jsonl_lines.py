@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.offline import jsonl
-from jaxserve.offline.jsonl import Line, LineError, parse_object, read_lines
+from jaxserve.offline.jsonl import Line, LineError, Place, parse_object, read_lines
 from jaxserve.offline.tasks import custom_id, parse_task
 from jaxserve.request import SamplingParams
 
@@ -17,7 +17,7 @@ DEFAULTS = SamplingParams()
 
 
 def parse(data: str | bytes) -> dict[str, Any]:
-    return parse_object(Line(1, data.encode() if isinstance(data, str) else data))
+    return parse_object(Line(Place(1), data.encode() if isinstance(data, str) else data))
 
 
 def task(value: dict[str, Any], defaults: SamplingParams = DEFAULTS):
@@ -101,12 +101,12 @@ def test_b83_a_line_of_50_mb_is_refused_and_the_next_one_read(tmp_path: Path, mo
             path.write_bytes(b"x" * size + end + b"{}\n")
             first, second = read_lines(path)
             fits = size + len(end) - 1 <= 1000
-            assert first == Line(1, b"x" * size + end if fits else None)
-            assert second == Line(2, b"{}\n")
+            assert first == Line(Place(1), b"x" * size + end if fits else None)
+            assert second == Line(Place(2, 1), b"{}\n")
         path.write_bytes(b"x" * size)
-        assert list(read_lines(path)) == [Line(1, b"x" * size if size <= 1000 else None)]
+        assert list(read_lines(path)) == [Line(Place(1), b"x" * size if size <= 1000 else None)]
     with pytest.raises(LineError) as error:
-        parse_object(Line(1, None))
+        parse_object(Line(Place(1), None))
     assert error.value.code == "line_too_long"
 
 

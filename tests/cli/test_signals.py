@@ -7,10 +7,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 PROBE = """
-import sys, time, types
+import sys, time, types, pathlib
+from jaxserve import sources
 from tests.cli import fakes
+sources.resolve = lambda name, **_: pathlib.Path(fakes.__file__)
 build = types.ModuleType("jaxserve.build")
 build.assemble = fakes.assemble
 sys.modules["jaxserve.build"] = build
@@ -24,14 +27,15 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
-def start(*argv: object) -> subprocess.Popen[str]:
+def start(*argv: object, code: str = PROBE, **options: Any) -> subprocess.Popen[str]:
     root = Path(__file__).parents[2]
     return subprocess.Popen(
-        [sys.executable, "-c", PROBE, *map(str, argv)],
+        [sys.executable, "-c", code, *map(str, argv)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         env=os.environ | {"PYTHONPATH": str(root)},
+        **options,
     )
 
 
@@ -50,7 +54,7 @@ def test_ctrl_c_ends_a_job_with_whole_results_and_a_summary(tmp_path: Path):
     wait_until(lambda: output.exists() and output.stat().st_size > 2000, process)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
-    assert process.returncode == 130
+    assert process.returncode == 75
     assert "Traceback" not in err
     report = json.loads(out)
     assert report["interrupted"]

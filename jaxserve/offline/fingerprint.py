@@ -1,0 +1,84 @@
+"""What the results of a job depend on, as flat settings that can be compared and named."""
+
+import dataclasses
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from jaxserve.config import EngineConfig
+from jaxserve.request import SamplingParams
+
+SAMPLED_ABOVE = 64 << 20  # bytes; of larger files only parts are hashed
+_PIECES, _PIECE = 256, 64 << 10
+_TOKENIZER = ("tokenizer", "special_tokens", "added_tokens", "chat_template", "vocab", "merges")
+
+
+def settings_of(
+    config: EngineConfig, defaults: SamplingParams, model: Path, version: str
+) -> dict[str, Any]:
+    """Every value is plain JSON.  `config` as the user gave it: what is derived from the machine
+    does not change results, except where bits are promised.  Raises OSError."""
+    settings: dict[str, Any] = {"version": version, **_model_files(model)}
+    sections = ["model", "sampling"]
+    if config.runner.deterministic:
+        sections += ["scheduler", "buckets"]
+    for section in sections:
+        for key, value in dataclasses.asdict(getattr(config, section)).items():
+            settings[f"{section}.{key}"] = value
+    settings["runner.deterministic"] = config.runner.deterministic
+    for key, value in dataclasses.asdict(defaults).items():
+        settings[f"--{key.replace('_', '-')}"] = value
+    return json.loads(json.dumps(settings))
+
+
+def changes(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    """Every key whose value differs, with both values."""
+    return [
+        f"{key} was {_shown(old.get(key))} and is {_shown(new.get(key))}"
+        for key in sorted(old.keys() | new.keys())
+        if old.get(key) != new.get(key)
+    ]
+
+
+def _model_files(path: Path) -> dict[str, str]:
+    """One digest each for the weights, the tokenizer and the rest of the model's files."""
+    files = [path]
+    if path.is_dir():
+        files = sorted(file for file in path.rglob("*") if file.is_file() and _counts(file, path))
+    hashes = {"weights": hashlib.sha256(), "tokenizer": hashlib.sha256()}
+    for file in files:
+        name = file.relative_to(path).as_posix() if path.is_dir() else file.suffix
+        kind = "tokenizer" if file.name.startswith(_TOKENIZER) else "weights"
+        hashes[kind].update(f"{name}\0".encode())
+        hashes[kind].update(file_digest(file))
+    return {kind: value.hexdigest()[:32] for kind, value in hashes.items()}
+
+
+def _counts(file: Path, folder: Path) -> bool:
+    """Notes of a downloader and texts for people are no part of a model."""
+    hidden = any(part.startswith(".") for part in file.relative_to(folder).parts)
+    return not hidden and file.suffix != ".md"
+
+
+def file_digest(path: Path) -> bytes:
+    """Of size and content; of a large file its beginning, its end and pieces evenly between."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        digest.update(size.to_bytes(8))
+        if size <= SAMPLED_ABOVE:
+            while data := file.read(1 << 20):
+                digest.update(data)
+            return digest.digest()
+        digest.update(file.read(1 << 20))  # safetensors and GGUF say here what they hold
+        for piece in range(1, _PIECES + 1):
+            file.seek((size - _PIECE) * piece // _PIECES)
+            digest.update(file.read(_PIECE))
+    return digest.digest()
+
+
+def _shown(value: Any) -> str:
+    text = "not set" if value is None else json.dumps(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."
