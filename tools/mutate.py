@@ -2,6 +2,9 @@
 
     python tools/mutate.py [--only NAME ...] [--jobs N]
 
+Tests share one compile cache for the run, so that a fault on the host does not compile the tiny
+models again.  A file of tests must be green without a fault before its first fault is tried.
+
 tools/mutations.toml lists the faults: a file, the exact text that is there, what replaces it, why
 that is wrong, and the tests that should turn red.  Exit code 0: at least 95 % did.  1: fewer.  2: a
 text was not found exactly once, or the tests are not green without a fault; then the result would
@@ -16,6 +19,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 import tomllib
 from collections.abc import Iterable
 from pathlib import Path
@@ -42,6 +46,7 @@ class Verdict:
     mutation: Mutation
     killed: bool
     detail: str  # the first test that failed, or why there is none
+    seconds: float
 
 
 class BadMutation(Exception):
@@ -56,8 +61,8 @@ def main() -> int:
     try:
         mutations = load(ROOT / "tools" / "mutations.toml", args.only)
         check_texts(mutations)
-        check_green({test for mutation in mutations for test in mutation.tests})
-        verdicts = run(mutations, args.jobs)
+        with tempfile.TemporaryDirectory(prefix="mutate-cache-") as cache:
+            verdicts = run(mutations, args.jobs, Path(cache))
     except BadMutation as error:
         print(f"mutate: {error}", file=sys.stderr)
         return 2
@@ -94,40 +99,54 @@ def check_texts(mutations: list[Mutation]) -> None:
         raise BadMutation("the list does not fit the code, update it:\n  " + "\n  ".join(lost))
 
 
-def check_green(tests: set[str]) -> None:
+def check_green(tests: Iterable[str], cache: Path) -> None:
     with tempfile.TemporaryDirectory(prefix="mutate-") as folder:
         copy_tree(Path(folder))
-        done = pytest(Path(folder), sorted(tests), GREEN_S)
+        done = pytest(Path(folder), tests, cache, GREEN_S)
     if done.returncode != _GREEN:
         raise BadMutation(f"the tests are not green without a fault:\n{done.stdout[-3000:]}")
 
 
-def run(mutations: list[Mutation], jobs: int) -> list[Verdict]:
+def run(mutations: list[Mutation], jobs: int, cache: Path) -> list[Verdict]:
+    """One verdict a fault, printed as it comes; group by group, each green before its faults."""
+    verdicts: list[Verdict] = []
+    green: set[str] = set()
     with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
-        verdicts = []
-        for verdict in pool.map(attempt, mutations):
-            verdicts.append(verdict)
-            word = "noticed " if verdict.killed else "SURVIVED"
-            print(f"{word} {verdict.mutation.name}: {verdict.detail}", flush=True)
+        for tests in dict.fromkeys(mutation.tests for mutation in mutations):
+            if new := [test for test in tests if test not in green]:
+                start = time.monotonic()
+                check_green(new, cache)
+                green.update(new)
+                print(f"green    {' '.join(new)} ({time.monotonic() - start:.0f} s)", flush=True)
+            group = [mutation for mutation in mutations if mutation.tests == tests]
+            for verdict in pool.map(lambda mutation: attempt(mutation, cache), group):
+                verdicts.append(verdict)
+                word = "noticed " if verdict.killed else "SURVIVED"
+                print(
+                    f"{word} {verdict.mutation.name} ({verdict.seconds:.0f} s): {verdict.detail}",
+                    flush=True,
+                )
     return verdicts
 
 
-def attempt(mutation: Mutation) -> Verdict:
+def attempt(mutation: Mutation, cache: Path) -> Verdict:
     """Raises BadMutation when pytest could not even run the tests."""
+    start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="mutate-") as folder:
         copy_tree(Path(folder))
         target = Path(folder) / mutation.file
         target.write_text(target.read_text().replace(mutation.find, mutation.replace))
         try:
-            done = pytest(Path(folder), mutation.tests, TIMEOUT_S)
+            done = pytest(Path(folder), mutation.tests, cache, TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            return Verdict(mutation, True, f"still running after {TIMEOUT_S} s")
+            return Verdict(mutation, True, f"still running after {TIMEOUT_S} s", TIMEOUT_S)
+    seconds = time.monotonic() - start
     if done.returncode == _GREEN:
-        return Verdict(mutation, False, "all tests green")
+        return Verdict(mutation, False, "all tests green", seconds)
     failed = [line for line in done.stdout.splitlines() if line.startswith("FAILED ")]
     if done.returncode != _FAILED or not failed:
         raise BadMutation(f"{mutation.name}: tests did not run:\n{done.stdout[-3000:]}")
-    return Verdict(mutation, True, failed[0].removeprefix("FAILED ")[:150])
+    return Verdict(mutation, True, failed[0].removeprefix("FAILED ")[:150], seconds)
 
 
 def copy_tree(folder: Path) -> None:
@@ -136,9 +155,16 @@ def copy_tree(folder: Path) -> None:
     shutil.copytree(ROOT, folder, ignore=keep_out, dirs_exist_ok=True)
 
 
-def pytest(folder: Path, tests: Iterable[str], timeout: float) -> subprocess.CompletedProcess[str]:
+def pytest(
+    folder: Path, tests: Iterable[str], cache: Path, timeout: float
+) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
-    environment = os.environ | {"PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
+    environment = os.environ | {
+        "PYTHONPATH": str(folder),
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "JAX_COMPILATION_CACHE_DIR": str(cache),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
     return subprocess.run(
         command, cwd=folder, env=environment, capture_output=True, text=True, timeout=timeout
     )
