@@ -267,6 +267,29 @@ def test_b35_short_prompts_pass_a_long_one_and_it_never_stalls(name: str) -> Non
     assert second.finish_reason == "length"
 
 
+@pytest.mark.parametrize(
+    ("name", "aging", "least", "most"),
+    [("fcfs", 256, 46, 48), ("fcfs", 10, 10, 12), ("shortest_first", 256, 1, 2)]
+    + [("round_robin", 256, 1, 2), ("priority", 10, 10, 12)],
+)
+def test_a_short_prompt_behind_a_long_one_in_mode_fixed(
+    name: str, aging: int, least: int, most: int
+) -> None:
+    """One prompt prefills at a time, so the policy alone decides whether a short one waits for the
+    47 chunks of the one that came before it; aging bounds the wait."""
+    engine, _, _ = make(
+        blocks=1000, mode="fixed", policy=name, aging_steps=aging, token_budget=40, chunk_size=32
+    )
+    engine.add(prompt(1500), asks(1))
+    engine.step()
+    (short,) = engine.add(prompt(8, 1), asks(2))
+    steps = 0
+    while not short.output:
+        engine.step()
+        steps += 1
+    assert least <= steps - 1 <= most  # a result arrives a step late
+
+
 @pytest.mark.parametrize("name", ["fcfs", "priority", "round_robin", "shortest_first"])
 @pytest.mark.parametrize("aging", [3, 20])
 def test_nobody_is_passed_over_for_longer_than_aging(name: str, aging: int) -> None:
