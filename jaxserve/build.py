@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ from jaxserve.batch.buckets import resolve
 from jaxserve.config import EngineConfig
 from jaxserve.engine import Engine, ModelLimits
 from jaxserve.metrics import StepRecord
-from jaxserve.runner import allocator, compile_cache, memory, warmup
+from jaxserve.runner import allocator, compile_cache, compile_watch, memory, warmup
 from jaxserve.runner.device_step import DeviceStep
 from jaxserve.runner.model_runner import ModelRunner
 from jaxserve.runner.programs import compile_programs
@@ -48,13 +48,24 @@ def assemble(
     config: EngineConfig,
     *,
     on_step: Callable[[StepRecord], None] | None = None,
+    on_compile: Callable[[int], None] = lambda count: None,
     log: Log = lambda line: None,
 ) -> Assembly:
     """Loads the model that `config` names and makes every program ready to serve.
 
+    `on_compile` hears how many programs had to be compiled so far, in the thread that compiled;
+    never in a start that finds all of them in the compile cache.
+
     Raises ValueError or OSError with one clear line when model and config do not go together,
     before anything is compiled; `warmup.ProofError` when a program does not give the right answers.
     """
+    with compile_watch.watch(on_compile):
+        return _assemble(config, on_step, log)
+
+
+def _assemble(
+    config: EngineConfig, on_step: Callable[[StepRecord], None] | None, log: Log
+) -> Assembly:
     timer = _Timer()
     compile_cache.enable(config.runner.compile_cache, lambda line: log(f"warning: {line}"))
     if jax.default_backend() == "cpu":
@@ -64,14 +75,14 @@ def assemble(
     checkpoint = open_checkpoint(path)
     with ThreadPoolExecutor(2) as pool:
         loading_tokenizer = pool.submit(load_tokenizer, Path(path))
-        config, abstract = _resolve(config, checkpoint)
+        hf_config = checkpoint.hf_config
+        made = plan(config, hf_config, pool_gib=_pool_gib(config, hf_config))
+        config = made.config
         tokenizer = loading_tokenizer.result()
-        vocab_size = min(tokenizer.vocab_size, abstract.model_config.V)
+        vocab_size = min(tokenizer.vocab_size, made.model_config.V)
         timer.mark("read")
         loading = pool.submit(_load, checkpoint, config, timer)
-        graphdef, weights = nnx.split(abstract.module)
-        step = DeviceStep(graphdef, weights, abstract.model_config, config, vocab_size)
-        runner = ModelRunner(step, config, threads=_compile_threads())
+        runner = ModelRunner(made.step(vocab_size), config, threads=_compile_threads())
         timer.mark("compile")
         runner.load(loading.result())
         timer.mark("load")
@@ -90,35 +101,52 @@ def assemble(
     return Assembly(engine, runner, tokenizer, config, timer.parts)
 
 
-class _Abstract(NamedTuple):
-    """A model without weights."""
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Everything that a start decides before it reads a weight."""
 
-    model_config: Any
-    module: Any
+    config: EngineConfig  # resolved: nothing is left to derive
+    model_config: Any  # the family's own
+    module: Any  # abstract: shapes and types, no arrays
+    weight_bytes: int
+    block_bytes: int  # KV of one block, all layers
+
+    @property
+    def blocks_per_row(self) -> int:
+        """Width of the block table."""
+        return -(-self.config.model.max_len // self.config.cache.block_size)
+
+    def step(self, vocab_size: int | None = None) -> DeviceStep:
+        """The functions that will run; its `specs()` are the programs.  `vocab_size`: the
+        tokenizer's, where it has fewer ids than the model."""
+        graphdef, weights = nnx.split(self.module)
+        ids = self.model_config.V if vocab_size is None else vocab_size
+        return DeviceStep(graphdef, weights, self.model_config, self.config, ids)
 
 
-def _resolve(config: EngineConfig, checkpoint: Any) -> tuple[EngineConfig, _Abstract]:
-    hf = checkpoint.hf_config
-    family = registry.family(hf["model_type"])
+def plan(config: EngineConfig, hf_config: dict[str, Any], *, pool_gib: float = 0.0) -> Plan:
+    """What `config` comes to with a model of this config.json; touches no device and no file.
+
+    `pool_gib`: GiB for the KV pool where `config` names neither blocks nor memory; 0: what a CPU
+    gets.  Raises ValueError when model and config do not go together.
+    """
+    family = registry.family(hf_config["model_type"])
     dtype = DEFAULT_DTYPE if config.model.dtype == "auto" else config.model.dtype
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, dtype=dtype))
-
-    def make(max_len: int) -> _Abstract:
-        model_config = family.config_from_hf(hf, dtype=dtype, max_len=max_len)
-        return _Abstract(
-            model_config, nnx.eval_shape(lambda: family.module(model_config, nnx.Rngs(0)))
-        )
-
-    abstract = make(config.model.max_len)
     asked = config.model.max_len  # what was not asked for is not stretched
-    max_len = abstract.model_config.longest if asked else abstract.model_config.max_position
-    block_bytes = _block_bytes(abstract.model_config, config.cache.block_size, dtype)
+    model_config = family.config_from_hf(hf_config, dtype=dtype, max_len=asked)
+    max_len = model_config.longest if asked else model_config.max_position
+    block_bytes = _block_bytes(model_config, config.cache.block_size, dtype)
     if not config.cache.num_blocks:
-        gib = _pool_gib(config, abstract, max_len, block_bytes)
+        gib = config.cache.memory_gib or pool_gib or memory.CPU_POOL_GIB
         cache = dataclasses.replace(config.cache, memory_gib=gib)
         config = dataclasses.replace(config, cache=cache)
     config = resolve(config, max_len, block_bytes)
-    return config, make(config.model.max_len)
+    model_config = family.config_from_hf(hf_config, dtype=dtype, max_len=config.model.max_len)
+    module = nnx.eval_shape(lambda: family.module(model_config, nnx.Rngs(0)))
+    leaves = jax.tree.leaves(nnx.split(module)[1])
+    weight_bytes = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
+    return Plan(config, model_config, module, weight_bytes, block_bytes)
 
 
 def _block_bytes(model_config: Any, block_size: int, dtype: str) -> int:
@@ -126,19 +154,18 @@ def _block_bytes(model_config: Any, block_size: int, dtype: str) -> int:
     return 2 * c.L * c.K * c.H * block_size * jnp.dtype(dtype).itemsize
 
 
-def _pool_gib(config: EngineConfig, abstract: _Abstract, max_len: int, block_bytes: int) -> float:
-    """Size of the pool; on a device that reports its memory the largest programs are compiled to
-    find out.
+def _pool_gib(config: EngineConfig, hf_config: dict[str, Any]) -> float:
+    """GiB that this device has for the pool; 0 where that need not be measured or cannot be: on a
+    device that reports its memory the largest programs are compiled to find out.
     """
-    graphdef, weights = nnx.split(abstract.module)
-    weight_bytes = sum(
-        math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(weights)
-    )
+    stats = jax.local_devices()[0].memory_stats()
+    if config.cache.num_blocks or config.cache.memory_gib or not stats:
+        return 0.0
+    first = plan(config, hf_config)
 
     def measure_scratch() -> int:
-        small = dataclasses.replace(config.cache, num_blocks=-(-max_len // config.cache.block_size))
-        trial = resolve(dataclasses.replace(config, cache=small), max_len, block_bytes)
-        step = DeviceStep(graphdef, weights, abstract.model_config, trial, abstract.model_config.V)
+        small = dataclasses.replace(config.cache, num_blocks=first.blocks_per_row)
+        step = plan(dataclasses.replace(config, cache=small), hf_config).step()
         largest: dict[str, Any] = {}
         for spec in step.specs():
             if spec.bucket >= largest.setdefault(spec.kind, spec).bucket:
@@ -149,8 +176,7 @@ def _pool_gib(config: EngineConfig, abstract: _Abstract, max_len: int, block_byt
             m.get("outputs", 0) - m.get("aliased", 0) for m in sizes
         )
 
-    stats = jax.local_devices()[0].memory_stats()
-    return memory.pool_gib(config.cache.memory_gib, stats, weight_bytes, measure_scratch)
+    return memory.pool_gib(0.0, stats, first.weight_bytes, measure_scratch)
 
 
 def _load(checkpoint: Any, config: EngineConfig, timer: "_Timer") -> Any:

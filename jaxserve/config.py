@@ -75,7 +75,9 @@ class SchedulerConfig:
     token_budget: int = 512  # most tokens in a step; the largest token bucket
     chunk_size: int = 256  # mode fixed: tokens of every chunk but a prompt's last
     max_seqs: int = 64  # most requests with KV at one time; at most token_budget
-    policy: str = "fcfs"  # fcfs | priority | round_robin | shortest_first
+    # fcfs | priority | round_robin | shortest_first.  In mode fixed one prompt prefills at a time:
+    # with fcfs a short one waits for all chunks of those before it, at most `aging_steps` steps.
+    policy: str = "fcfs"
     aging_steps: int = 256  # passed over for this many steps, a request goes first in any policy
     max_partial_prefills: int = 8  # most prompts in the middle of their prefill
     max_long_partial_prefills: int = 1  # of those, most longer than long_prefill_threshold

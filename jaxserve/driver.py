@@ -141,7 +141,8 @@ class Driver:
 
     def _stream(self, request: Request) -> TextStream:
         prompt = request.tokens[: request.num_prompt]
-        return TextStream(self._tokenizer, prompt, request.sampling.stop)
+        asked = request.sampling
+        return TextStream(self._tokenizer, prompt, asked.stop, min_tokens=asked.min_tokens)
 
     def _collect(self, output: Output, now: float) -> list[Event]:
         found = self._running.get(output.request.number)

@@ -26,8 +26,9 @@ class SamplingParams:
 
     `seed=None` takes one from the engine's base seed and the request's number.  Logprobs describe
     the raw model distribution (log-softmax in float32), whatever the other options say.  `top_k`
-    above the vocabulary means all of it; `top_p=0` keeps the most likely token only.  Of `n`
-    samples, sample 0 carries the prompt logprobs.  Raises ValueError for a value out of range.
+    above the vocabulary means all of it; `top_p=0` keeps the most likely token only.  The first
+    `min_tokens` tokens neither are stop ids nor end the text with a stop string.  Of `n` samples,
+    sample 0 carries the prompt logprobs.  Raises ValueError for a value out of range.
     """
 
     max_tokens: int = 128  # 0: only score the prompt

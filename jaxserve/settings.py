@@ -62,14 +62,19 @@ def merge(config: EngineConfig, values: Mapping[str, Any], where: str) -> Engine
     return dataclasses.replace(config, **sections)
 
 
-def dump(config: EngineConfig) -> str:
-    """The config as TOML text that `read` turns back into an equal config."""
+def dump(config: EngineConfig, derived: EngineConfig | None = None) -> str:
+    """The config as TOML text that `read` turns back into an equal config.
+
+    Where `derived` has another value, it stands behind as a comment.
+    """
     lines: list[str] = []
     for name in _sections():
-        section = getattr(config, name)
+        section, other = getattr(config, name), getattr(derived or config, name)
         lines.append(f"[{name}]")
         for field in dataclasses.fields(section):
-            lines.append(f"{field.name} = {_toml(getattr(section, field.name))}")
+            value, later = getattr(section, field.name), getattr(other, field.name)
+            comment = "" if later == value else f"  # here: {_toml(later)}"
+            lines.append(f"{field.name} = {_toml(value)}{comment}")
         lines.append("")
     return "\n".join(lines)
 

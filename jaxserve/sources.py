@@ -4,12 +4,14 @@ A path is a folder (safetensors or Orbax) or a .gguf file.  The default model is
 use; everything that is fetched appears in the cache folder whole or not at all.
 """
 
+import contextlib
 import os
 import re
 import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import filelock
 import platformdirs
@@ -63,6 +65,25 @@ def resolve(name: str, *, cache_dir: Path | None = None, progress: Progress = ba
         f"there is no model {name!r}: give a model folder, a .gguf file, a gs:// address, "
         f"a hub name (owner/name), or {DEFAULT}"
     )
+
+
+def local(name: str, *, cache_dir: Path | None = None) -> Path | None:
+    """The path of model `name` where all of it is on this machine already; nothing is fetched.
+
+    A default model of the right size is taken as it is: what it holds is checked when it is served.
+    """
+    cache = cache_dir or default_cache()
+    if name.lower() == DEFAULT:
+        target = cache / f"{SMOLLM2.name}.gguf"
+        whole = target.is_file() and target.stat().st_size == SMOLLM2.num_bytes
+        return target if whole else None
+    path = Path(name).expanduser()
+    if "://" not in name and name and path.exists():
+        return _local(path)
+    if "://" not in name and _HUB_NAME.fullmatch(name) and path.suffix != ".gguf":
+        with contextlib.suppress(Exception):  # the hub client raises many kinds
+            return _snapshot(name, cache, local_files_only=True)
+    return None
 
 
 def pull(
@@ -151,16 +172,20 @@ def _replace(path: Path, content: bytes) -> None:
     os.replace(file.name, path)
 
 
+def _snapshot(name: str, cache: Path, **options: Any) -> Path:
+    import huggingface_hub
+
+    patterns = [*MODEL_FILES, "*.safetensors", "*.safetensors.index.json"]
+    return Path(
+        huggingface_hub.snapshot_download(
+            name, allow_patterns=patterns, cache_dir=cache / "hub", etag_timeout=10, **options
+        )
+    )
+
+
 def _from_hub(name: str, cache: Path) -> Path:
     try:
-        import huggingface_hub
-
-        patterns = [*MODEL_FILES, "*.safetensors", "*.safetensors.index.json"]
-        return Path(
-            huggingface_hub.snapshot_download(
-                name, allow_patterns=patterns, cache_dir=cache / "hub", etag_timeout=10
-            )
-        )
+        return _snapshot(name, cache)
     except Exception as error:  # the hub client raises many kinds, all of them long
         raise ValueError(
             f"{name!r} is no path here, and it cannot be fetched from the model hub: "

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jaxserve.cli.cold_start import ColdStart
+
 if TYPE_CHECKING:
     from jaxserve.build import Assembly
     from jaxserve.config import EngineConfig
@@ -104,12 +106,21 @@ def assemble(
     start_logging(args.verbose)
     from jaxserve.build import assemble as build
 
+    uncached = config.runner.compile_cache == "off"
+    cold = ColdStart(sys.stderr, "every start does" if uncached else "later starts are faster")
     try:
-        return build(config, on_step=on_step, log=log if args.verbose else log_warning)
+        return build(
+            config,
+            on_step=on_step,
+            on_compile=cold.update,
+            log=log if args.verbose else log_warning,
+        )
     except (ValueError, OSError, RuntimeError) as error:  # RuntimeError: a proof, the device
         if args.verbose:
             raise
         raise UsageError(one_line(error)) from error
+    finally:
+        cold.close()
 
 
 def start_logging(verbose: bool) -> None:

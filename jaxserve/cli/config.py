@@ -2,12 +2,17 @@
 
 import argparse
 import dataclasses
+import itertools
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from jaxserve.cli import common
 
 if TYPE_CHECKING:
+    from jaxserve.build import Plan
     from jaxserve.config import EngineConfig
+
+_GIB = 1 << 30
 
 
 def register(subparsers: Any) -> None:
@@ -16,7 +21,10 @@ def register(subparsers: Any) -> None:
         help="print the settings that would run, as TOML",
         description=(
             "Prints every setting, from defaults, --config and --set, as TOML, with everything "
-            "derived that does not depend on the model; what does stays 0 or auto."
+            "derived that does not depend on the model; what does stays 0 or auto. Where the model "
+            "is on this machine, comments say what those come to on a CPU (an accelerator's memory "
+            "is measured at the start), and which programs there will be. Fetches and loads "
+            "nothing."
         ),
         allow_abbrev=False,
     )
@@ -30,9 +38,14 @@ def run(args: argparse.Namespace) -> int:
 
     try:
         resolved = _resolve_without_model(config)
-    except ValueError as error:
+        plan = _plan(config)
+    except (ValueError, OSError) as error:
         raise common.UsageError(common.one_line(error)) from error
-    common.write_out(settings.dump(resolved))
+    if plan is None:
+        common.write_out(settings.dump(resolved))
+    else:
+        lines = [settings.dump(resolved, plan.config), *_describe(plan)]
+        common.write_out("\n".join(lines) + "\n")
     return common.DONE
 
 
@@ -50,3 +63,38 @@ def _resolve_without_model(config: "EngineConfig") -> "EngineConfig":
         threshold = config.scheduler.long_prefill_threshold
         scheduler = dataclasses.replace(scheduler, long_prefill_threshold=threshold)
     return dataclasses.replace(config, buckets=resolved.buckets, scheduler=scheduler)
+
+
+def _plan(config: "EngineConfig") -> "Plan | None":
+    """What the settings come to with the model; None where it is not on this machine.
+
+    Raises ValueError when they do not go together.
+    """
+    from jaxserve import sources
+
+    path = sources.local(config.model.name)
+    if path is None:
+        return None
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")  # no device is taken from whoever uses it
+    from jaxserve.build import plan
+    from model_zoo.weights import open_checkpoint
+
+    return plan(config, open_checkpoint(path).hf_config)
+
+
+def _describe(plan: "Plan") -> Iterator[str]:
+    """Comment lines: sizes, and programs by kind."""
+    cache = plan.config.cache
+    tokens = cache.num_blocks * cache.block_size
+    yield f"# weights: {plan.weight_bytes / _GIB:.2f} GiB in {plan.config.model.dtype}"
+    yield (
+        f"# KV pool: {cache.num_blocks} blocks of {plan.block_bytes / 1024:.0f} KiB, "
+        f"{cache.num_blocks * plan.block_bytes / _GIB:.2f} GiB, {tokens} tokens"
+    )
+    yield f"# block table: {plan.config.scheduler.max_seqs} rows of {plan.blocks_per_row} blocks"
+    specs = sorted(plan.step().specs(), key=lambda spec: (spec.kind, spec.bucket))
+    yield f"# programs: {len(specs)}"
+    for kind, group in itertools.groupby(specs, key=lambda spec: spec.kind):
+        yield f"#   {kind}: {', '.join(str(spec.bucket) for spec in group)}"

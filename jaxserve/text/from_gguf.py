@@ -2,13 +2,13 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
-from jaxserve.text.gguf_metadata import Value, read_metadata
 from jaxserve.text.parts import TokenizerParts
+from model_zoo import gguf_header
 
 _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 2, 3, 4, 5, 6  # tokenizer.ggml.token_type
 
@@ -59,8 +59,9 @@ class _Words(NamedTuple):
 
 
 def read_gguf(path: Path) -> TokenizerParts:
-    """Raises ValueError when the file has no tokenizer, or one of a kind that is not known here."""
-    metadata = read_metadata(path)
+    """Raises ValueError when the file is damaged, or has no tokenizer or one of a kind that is not
+    known here."""
+    metadata = gguf_header.read_gguf(path).metadata
     values = {
         key.removeprefix("tokenizer.ggml."): value
         for key, value in metadata.items()
@@ -101,11 +102,11 @@ def read_gguf(path: Path) -> TokenizerParts:
     )
 
 
-def _edge(wanted: Value, token: int | None) -> tuple[int, ...]:
+def _edge(wanted: Any, token: int | None) -> tuple[int, ...]:
     return (token,) if wanted and token is not None else ()
 
 
-def _token_id(values: Mapping[str, Value], key: str, words: _Words, source: str) -> int | None:
+def _token_id(values: Mapping[str, Any], key: str, words: _Words, source: str) -> int | None:
     token = values.get(key)
     if token is None:
         return None
@@ -117,7 +118,7 @@ def _token_id(values: Mapping[str, Value], key: str, words: _Words, source: str)
     return token
 
 
-def _column[T](values: Mapping[str, Value], key: str, kind: type[T], source: str) -> list[T]:
+def _column[T](values: Mapping[str, Any], key: str, kind: type[T], source: str) -> list[T]:
     column = values.get(key)
     if not isinstance(column, list) or not all(isinstance(value, kind) for value in column):
         raise ValueError(
@@ -127,7 +128,7 @@ def _column[T](values: Mapping[str, Value], key: str, kind: type[T], source: str
     return cast(list[T], column)
 
 
-def _read_words(values: Mapping[str, Value], source: str) -> _Words:
+def _read_words(values: Mapping[str, Any], source: str) -> _Words:
     texts = _column(values, "tokens", str, source)
     types = _column(values, "token_type", int, source)
     if len(types) != len(texts):
@@ -144,7 +145,7 @@ def _read_words(values: Mapping[str, Value], source: str) -> _Words:
     return _Words(texts[:size], types[:size], ids)
 
 
-def _merges(values: Mapping[str, Value], words: _Words, source: str) -> list[tuple[str, str]]:
+def _merges(values: Mapping[str, Any], words: _Words, source: str) -> list[tuple[str, str]]:
     parts = [merge.partition(" ") for merge in _column(values, "merges", str, source)]
     pairs = [(left, right) for left, _, right in parts]
     ids = words.ids
@@ -179,7 +180,7 @@ def _byte_level(
 
 
 def _sentencepiece(
-    words: _Words, values: Mapping[str, Value], prefix: bool, source: str
+    words: _Words, values: Mapping[str, Any], prefix: bool, source: str
 ) -> tokenizers.Tokenizer:
     """Byte-pair encoding over characters, spaces written as U+2581, with bytes for what is not in
     the vocabulary."""
@@ -208,7 +209,7 @@ def _sentencepiece(
 
 
 def _merges_by_score(
-    words: _Words, values: Mapping[str, Value], source: str
+    words: _Words, values: Mapping[str, Any], source: str
 ) -> list[tuple[str, str]]:
     """SentencePiece joins the neighbours that make the piece of the highest score: every way to cut
     a piece in two pieces is a merge, ranked by the score of the whole."""

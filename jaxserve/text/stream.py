@@ -13,10 +13,18 @@ class TextStream:
     the text; when several are complete with the same character, the one that begins first.  So the
     result does not depend on how the text was cut into tokens.  No character is given out while it
     may still become part of a stop string.
+
+    A stop string that is complete with one of the first `min_tokens` tokens does not end the text;
+    one that a later token completes does, wherever it began (as in vLLM).
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = (), stop: Sequence[str] = ()
+        self,
+        tokenizer: Tokenizer,
+        prompt_ids: Sequence[int] = (),
+        stop: Sequence[str] = (),
+        *,
+        min_tokens: int = 0,
     ) -> None:
         """Raises ValueError for an empty stop string or one that is not valid Unicode."""
         for number, string in enumerate(stop):
@@ -27,6 +35,7 @@ class TextStream:
             refuse_surrogates(string, f"stop[{number}]")
         self._detokenizer = Detokenizer(tokenizer, prompt_ids)
         self._matchers = [_Matcher(string) for string in stop]
+        self._min_tokens = min_tokens
         self._emitted: list[str] = []
         self._held = ""  # the longest end of the text that is the beginning of a stop string
         self.stopped: str | None = None  # the stop string that ended the text
@@ -71,11 +80,19 @@ class TextStream:
         if not delta or not self._matchers:
             return delta
         text = self._held + delta
+        if self.num_tokens_used <= self._min_tokens:
+            for matcher in self._matchers:
+                matcher.skip(delta)
+            return self._release(text)
         ends = [(end, matcher) for matcher in self._matchers if (end := matcher.find_end(delta))]
         if ends:
             end, first = min(ends, key=lambda match: (match[0], -len(match[1].pattern)))
             self.stopped, self._held = first.pattern, ""
             return text[: len(text) - len(delta) + end - len(first.pattern)]
+        return self._release(text)
+
+    def _release(self, text: str) -> str:
+        """All of `text` but its end that may become a stop string."""
         kept = len(text) - max(matcher.matched for matcher in self._matchers)
         self._held = text[kept:]
         return text[:kept]
@@ -108,6 +125,13 @@ class _Matcher:
                 break
         self.matched = matched
         return position if matched == len(self.pattern) else 0
+
+    def skip(self, part: str) -> None:
+        """Takes `part` in; occurrences that end in it do not count."""
+        for char in part:
+            self.matched = self._next(self.matched, char)
+            if self.matched == len(self.pattern):
+                self.matched = self._border[-1]
 
     def _next(self, matched: int, char: str) -> int:
         while matched and self.pattern[matched] != char:

@@ -11,8 +11,8 @@ from gguf import quants
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from model_zoo.checkpoint import Checkpoint, TensorInfo
+from model_zoo.gguf_header import GGUFFile, GGUFTensor, read_gguf
 from model_zoo.weights.gguf_config import hf_config
-from model_zoo.weights.gguf_header import GGUFFile, GGUFTensor, read_gguf
 
 _FLOATS = {
     GGMLQuantizationType.F32: np.dtype(np.float32),

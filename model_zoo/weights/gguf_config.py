@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from model_zoo.weights.gguf_header import GGUFFile
+from model_zoo.gguf_header import GGUFFile
 
 _PLAIN_ROPE = (None, "none")
 LLAMA3 = {

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import pytest
 
+from jaxserve import sources
 from jaxserve.cli.main import main
 from tests.cli import fakes
 from tests.cli.files import Files
@@ -41,9 +42,12 @@ def assembled(
 
 @pytest.fixture
 def jaxserve(
-    assembled: list[fakes.FakeAssembly], capsys: pytest.CaptureFixture[str]
+    assembled: list[fakes.FakeAssembly],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> Callable[..., Ran]:
-    """Runs the command line in this process."""
+    """Runs the command line in this process; the default model is not on this machine."""
+    monkeypatch.setattr(sources, "local", lambda name: None)
 
     def run(*argv: object) -> Ran:
         capsys.readouterr()

@@ -142,6 +142,7 @@ def assemble(
     config: EngineConfig,
     *,
     on_step: Callable[..., None] | None = None,
+    on_compile: Callable[[int], None] = lambda count: None,
     log: Callable[[str], None] = lambda line: None,
     chat: bool = True,
     max_len: int = 256,

@@ -78,6 +78,20 @@ def test_b69_no_token_after_a_stop_string_is_kept(
     assert engine.finished == (["stop"] if engine.pieces else [])
 
 
+@pytest.mark.parametrize(
+    ("min_tokens", "expected", "used"),
+    [(6, "one ", 7), (7, "one two ", 11), (11, "one two two", 11)],
+)
+def test_a_stop_string_complete_within_min_tokens_does_not_end_the_request(
+    min_tokens: int, expected: str, used: int
+):
+    """A token a byte: the first "two" is complete with the 7th, the second with the 11th."""
+    sampling = SamplingParams(stop=("two",), min_tokens=min_tokens)
+    sample, _ = answer(cut(TOKENIZER.encode("one two two"), 1), sampling, "length", set())
+    assert (sample.text, len(sample.token_ids)) == (expected, used)
+    assert sample.finish_reason == ("length" if min_tokens == 11 else "stop")
+
+
 @pytest.mark.parametrize("size", [1, 2, 100])
 def test_the_id_that_ends_a_request_is_no_text_whatever_it_spells(size: int):
     ids = TOKENIZER.encode("one.")

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -80,7 +81,11 @@ class Rig:
             ),
             buckets=BucketConfig(tokens=budgets, rows=(max_seqs,)),
             sampling=sampling,
-            runner=RunnerConfig(compile_cache="off", prove=False, deterministic=deterministic),
+            runner=RunnerConfig(
+                compile_cache=os.environ.get("JAX_COMPILATION_CACHE_DIR", "off"),
+                prove=False,
+                deterministic=deterministic,
+            ),
         )
         self.assembly = assemble(config)
         self.runner, self.config = self.assembly.runner, self.assembly.config

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from model_zoo.gguf_header import read_gguf
 from model_zoo.weights import open_checkpoint
-from model_zoo.weights.gguf_header import read_gguf
 from tests.models import weight_files as files
 from tests.reference import tiny
 

@@ -4,6 +4,7 @@ import dataclasses
 import math
 import time
 
+import numpy as np
 import pytest
 
 from jaxserve.batch.buckets import resolve
@@ -18,6 +19,7 @@ from jaxserve.engine import Engine, ModelLimits, QueueFull
 from jaxserve.metrics import StepRecord
 from jaxserve.request import Request, SamplingParams, SeatProgress, Status
 from jaxserve.scheduler import policy
+from jaxserve.scheduler.plan import Draft, Plan
 from tests.simulation.hash_runner import Alone, HashRunner
 
 VOCAB = 50
@@ -169,6 +171,13 @@ def test_b34_flood_of_long_prompts_never_thrashes() -> None:
 
     def steps(serial: bool) -> tuple[int, list[Request], Engine]:
         engine, _, records = make(blocks=150, token_budget=32, prefix_caching=False)
+        preempt = engine.scheduler._preempt
+
+        def beyond_its_promise(draft: Draft, request: Request) -> None:
+            assert len(request.blocks) >= request.reserved
+            preempt(draft, request)
+
+        engine.scheduler._preempt = beyond_its_promise  # type: ignore[method-assign]
         requests: list[Request] = []
         for i in range(count):
             requests += engine.add(prompt(length, i), asks(output))
@@ -208,6 +217,76 @@ def test_t12_preemptions_per_request_are_bounded(reserve: bool) -> None:
     for request in requests:
         assert request.num_preempted <= 2 + math.log2(90 / 4)
         assert tokens[request] == Alone(request, VOCAB, 0).output
+
+
+def test_b34_admission_backs_off_twice_as_long_after_each_preemption() -> None:
+    """Until somebody ends; a request that fits at once waits all the same."""
+    engine, _, _ = make(blocks=40, watermark=0.0, prefix_caching=False, token_budget=32)
+    scheduler = engine.scheduler
+    for i in range(60):
+        engine.add(prompt(2, i), asks(400))
+    backoff, closed_until, admitted_at, pauses = 1, 0, [], []
+    for step in range(1, 400):
+        ended = [r for r in scheduler.running if r.num_tokens >= r.max_total]
+        others = bool(scheduler.running)
+        plan = scheduler.schedule()
+        if ended or not plan.num_tokens:
+            break
+        if plan.admitted and others:
+            admitted_at.append(step)
+            assert step >= closed_until
+        if plan.preempted:
+            pauses.append(backoff)
+            closed_until, backoff = step + backoff, min(2 * backoff, 32)
+        rows = plan.decode_tokens + sum(chunk.samples for chunk in plan.chunks)
+        scheduler.update(plan, np.zeros(rows, np.int32), np.zeros(rows, np.bool_))
+    assert pauses[:6] == [1, 2, 4, 8, 16, 32]
+    assert len(admitted_at) >= 3  # it does admit between the pauses
+
+
+def test_b38_a_chunk_from_before_a_preemption_is_dropped_after_the_request_came_back() -> None:
+    """However late its result is: the engine of today reads one step late, the scheduler relies on
+    the epoch alone."""
+    found = 0
+    for blocks in range(4, 12):
+        for delay in range(1, 12):
+            found += _preempted_behind_its_last_chunk(blocks, delay)
+    assert found
+
+
+def _preempted_behind_its_last_chunk(blocks: int, delay: int) -> bool:
+    engine, _, _ = make(
+        blocks=blocks,
+        token_budget=9,
+        watermark=0.0,
+        reserve_full_prompt=False,
+        prefix_caching=False,
+        seats=2,
+    )
+    scheduler = engine.scheduler
+
+    def land(plan: Plan) -> None:
+        rows = plan.decode_tokens + sum(chunk.samples for chunk in plan.chunks)
+        scheduler.update(plan, np.zeros(rows, np.int32), np.zeros(rows, np.bool_))
+
+    (old,) = engine.add(prompt(5), asks(4 * blocks - 5))
+    for _ in range(delay):
+        land(scheduler.schedule())
+    if old.status is not Status.RUNNING or 12 > 4 * blocks - 4:
+        return False
+    (late,) = engine.add(prompt(12, 1), asks(4), priority=1)
+    land(scheduler.schedule())
+    last = scheduler.schedule()
+    if not any(chunk.request is late and chunk.samples for chunk in last.chunks):
+        return False
+    if late not in scheduler.schedule().preempted:
+        return False
+    scheduler.finish(old, "stop")
+    again = scheduler.schedule()
+    assert late in again.admitted and late.status is Status.RUNNING
+    land(last)
+    assert late.output == []
+    return True
 
 
 def test_victim_is_least_important_then_cheapest_to_recompute() -> None:
@@ -267,6 +346,29 @@ def test_b35_short_prompts_pass_a_long_one_and_it_never_stalls(name: str) -> Non
     assert second.finish_reason == "length"
 
 
+@pytest.mark.parametrize(
+    ("name", "aging", "least", "most"),
+    [("fcfs", 256, 46, 48), ("fcfs", 10, 10, 12), ("shortest_first", 256, 1, 2)]
+    + [("round_robin", 256, 1, 2), ("priority", 10, 10, 12)],
+)
+def test_a_short_prompt_behind_a_long_one_in_mode_fixed(
+    name: str, aging: int, least: int, most: int
+) -> None:
+    """One prompt prefills at a time, so the policy alone decides whether a short one waits for the
+    47 chunks of the one that came before it; aging bounds the wait."""
+    engine, _, _ = make(
+        blocks=1000, mode="fixed", policy=name, aging_steps=aging, token_budget=40, chunk_size=32
+    )
+    engine.add(prompt(1500), asks(1))
+    engine.step()
+    (short,) = engine.add(prompt(8, 1), asks(2))
+    steps = 0
+    while not short.output:
+        engine.step()
+        steps += 1
+    assert least <= steps - 1 <= most  # a result arrives a step late
+
+
 @pytest.mark.parametrize("name", ["fcfs", "priority", "round_robin", "shortest_first"])
 @pytest.mark.parametrize("aging", [3, 20])
 def test_nobody_is_passed_over_for_longer_than_aging(name: str, aging: int) -> None:
@@ -287,6 +389,43 @@ def test_nobody_is_passed_over_for_longer_than_aging(name: str, aging: int) -> N
     passed = [r for r in later if r.status is not Status.WAITING]
     # After `aging` steps nobody later is admitted before it; two seats, four tokens each.
     assert step - arrived <= aging + 12 and len(passed) <= aging + 2
+
+
+@pytest.mark.parametrize(("partial", "long"), [(3, 1), (5, 2), (1, 1)])
+def test_prompts_in_the_middle_of_their_prefill_are_limited(partial: int, long: int) -> None:
+    """Taking turns, everybody would begin at once."""
+    engine, _, _ = make(
+        policy="round_robin",
+        token_budget=8,
+        seats=8,
+        max_partial_prefills=partial,
+        max_long_partial_prefills=long,
+        long_prefill_threshold=50,
+    )
+    for i in range(12):
+        engine.add(prompt(60 if i % 2 else 40, i), asks(1))
+    most = most_long = 0
+    while engine.has_work:
+        engine.step()
+        begun = [r for r in engine.scheduler.running if 0 < r.num_computed < r.num_prompt]
+        most = max(most, len(begun))
+        most_long = max(most_long, sum(r.num_prompt == 60 for r in begun))
+    assert (most, most_long) == (partial, min(partial, long))
+
+
+def test_the_watermark_keeps_blocks_for_those_that_run() -> None:
+    """Admission beside others leaves them; alone, a request may have the whole pool."""
+    engine, _, _ = make(blocks=20, watermark=0.5, prefix_caching=False)
+    first, second = (engine.add(prompt(19, i), asks(1))[0] for i in range(2))
+    third = engine.add(prompt(3, 2), asks(1))[0]
+    engine.scheduler.schedule()
+    # 5 blocks each, 10 to be left: the second fits exactly, the third does not.
+    assert (first.status, second.status) == (Status.RUNNING, Status.RUNNING)
+    assert third.status is Status.WAITING
+    engine, _, _ = make(blocks=20, watermark=0.5)
+    (whole,) = engine.add(prompt(79), asks(1))
+    drain(engine)
+    assert whole.finish_reason == "length"
 
 
 def test_round_robin_takes_turns_and_priority_goes_first() -> None:

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import normalizers, pre_tokenizers
 
-from jaxserve.text.gguf_metadata import read_metadata
 from jaxserve.text.tokenizer import load_tokenizer
+from model_zoo.gguf_header import read_gguf
 from tests.unit import text_families as families
 from tests.unit.text_families import LAW, TEXTS, assert_equal, family, write_gguf
 
@@ -180,7 +180,7 @@ def test_the_metadata_reader_agrees_with_the_gguf_package(tmp_path):
     writer.close()
     fields = families.gguf.GGUFReader(path).fields
     expected = {k: f.contents() for k, f in fields.items() if not k.startswith("GGUF.")}
-    assert read_metadata(path) == expected
+    assert read_gguf(path).metadata == expected
 
 
 @pytest.mark.parametrize(

@@ -101,6 +101,28 @@ def test_b69_a_beginning_that_comes_to_nothing_is_given_out_at_the_end():
     assert deltas[-1] == "wor"
 
 
+@LAW
+@given(text=WORDS, stops=STOPS, min_tokens=st.integers(0, 30), size=st.integers(1, 9))
+@example(text="abababab", stops=["abab"], min_tokens=5, size=1)
+@example(text="ab", stops=["b"], min_tokens=2, size=1)
+def test_stop_strings_complete_within_min_tokens_do_not_end_the_text(text, stops, min_tokens, size):
+    """The first end is one that a token after `min_tokens` completes, wherever it began."""
+    tokenizer = family("byte_level")
+    ids = tokenizer.encode(text)
+    early = b"".join(map(tokenizer.piece, ids[:min_tokens])).decode("utf-8", "ignore")
+    expected = text, None
+    for end in range(len(early) + 1, len(text) + 1):
+        if complete := [stop for stop in stops if text[:end].endswith(stop)]:
+            stop = max(complete, key=len)
+            expected = text[: end - len(stop)], stop
+            break
+    stream = TextStream(tokenizer, (), stops, min_tokens=min_tokens)
+    for start in range(0, len(ids), size):
+        stream.push(ids[start : start + size])
+    stream.flush()
+    assert (stream.text, stream.stopped) == expected
+
+
 def test_b69_tokens_after_the_end_are_ignored():
     tokenizer = family("byte_level")
     stream = TextStream(tokenizer, (), ("world",))

@@ -1,4 +1,5 @@
-"""The header of a GGUF file: metadata and where each tensor lies.
+"""The header of a GGUF file: metadata and where each tensor lies.  No jax here: the host reads the
+tokenizer from it, the loaders the weights.
 
 Format: ggml-org/ggml, docs/gguf.md, versions 2 and 3, little endian.  Every length is checked
 against the size of the file before anything of that length is read, so a damaged file costs no
@@ -64,12 +65,25 @@ class _Cursor:
         return struct.unpack_from(form, self.data, self.take(struct.calcsize(form), what))[0]
 
     def string(self, what: str) -> str:
-        count = self.scalar("<Q", what)
-        start = self.take(count, what)
-        try:
-            return self.data[start : start + count].decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise self.fail(f"{what} at byte {start} is not UTF-8") from error
+        return self.strings(1, what)[0]
+
+    def strings(self, count: int, what: str) -> list[str]:
+        """A vocabulary is a hundred thousand of these, so no call for each."""
+        data, size, at, length_of = self.data, self.size, self.at, struct.Struct("<Q").unpack_from
+        found: list[str] = []
+        for _ in range(count):
+            start = at + 8
+            end = start + length_of(data, at)[0] if start <= size else size + 1
+            if end > size:
+                where = start if start <= size else at
+                raise self.fail(f"{what} at byte {where} runs past the end ({size} bytes)")
+            try:
+                found.append(data[start:end].decode("utf-8"))
+            except UnicodeDecodeError as error:
+                raise self.fail(f"{what} at byte {start} is not UTF-8") from error
+            at = end
+        self.at = at
+        return found
 
     def value(self, kind: int, key: str) -> Any:
         if kind == _STRING:
@@ -85,7 +99,7 @@ class _Cursor:
         if kind == _STRING:
             if count > (self.size - self.at) // 8:
                 raise self.fail(f"metadata {key!r} claims {count} strings")
-            return [self.string(key) for _ in range(count)]
+            return self.strings(count, key)
         if kind not in _SCALARS:
             raise self.fail(f"metadata {key!r} is an array of the unknown value type {kind}")
         form = _SCALARS[kind]

@@ -1,0 +1,95 @@
+"""What a config comes to with a model is known before a weight is read, and is what then runs."""
+
+import dataclasses
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from jaxserve import build, settings, sources
+from jaxserve.cli.main import main
+from jaxserve.config import (
+    CacheConfig,
+    EngineConfig,
+    ModelConfig,
+    RunnerConfig,
+    SamplingConfig,
+    SchedulerConfig,
+)
+from model_zoo.weights import open_checkpoint
+from tests.equivalence.rig import write_tokenizer
+from tests.models.weight_files import write_folder
+from tests.reference import tiny
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("plan") / "model"
+    config = tiny.CONFIGS["mha"]
+    write_folder(path, config | {"head_dim": 16}, tiny.make_weights(config, seed=1))
+    write_tokenizer(path)
+    return path
+
+
+def test_the_plan_is_what_runs(folder: Path) -> None:
+    config = EngineConfig(
+        model=ModelConfig(name=str(folder)),
+        cache=CacheConfig(memory_gib=0.001),
+        scheduler=SchedulerConfig(token_budget=16, max_seqs=4),
+        sampling=SamplingConfig(random=False, penalties=False),
+        runner=RunnerConfig(prove=False, compile_cache="off"),
+    )
+    plan = build.plan(config, open_checkpoint(folder).hf_config)
+    assembly = build.assemble(config)
+    try:
+        runner = assembly.runner
+        assert plan.config == assembly.config
+        assert sorted(spec.name for spec in plan.step().specs()) == sorted(
+            program.spec.name for program in runner.manifest
+        )
+        assert plan.weight_bytes == _size(runner.weights)
+        assert plan.block_bytes * plan.config.cache.num_blocks == _size(runner.state.kv)
+        assert plan.blocks_per_row == runner.step.blocks_per_row == 256 // 32
+    finally:
+        assembly.close()
+
+
+def _size(tree: object) -> int:
+    import jax
+
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
+
+
+def test_config_says_what_settings_come_to(folder: Path, capsys, monkeypatch) -> None:
+    """Beside what was set, as comments: the text still reads back as the same settings."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("something was fetched or loaded")
+
+    for module, name in ((sources, "resolve"), (sources, "pull"), (build, "load_module")):
+        monkeypatch.setattr(module, name, refuse)
+    options = ["--set", "cache.memory_gib=0.001", "--set", "scheduler.token_budget=16"]
+    assert main(["config", "--model", str(folder), *options]) == 0
+    text = capsys.readouterr().out
+    asked = settings.merge(EngineConfig(), {"cache": {"memory_gib": 0.001}}, "test")
+    plan = build.plan(
+        dataclasses.replace(
+            asked,
+            model=ModelConfig(name=str(folder)),
+            scheduler=SchedulerConfig(token_budget=16),
+        ),
+        open_checkpoint(folder).hf_config,
+    )
+    printed = tomllib.loads(text)
+    assert printed["cache"]["num_blocks"] == printed["model"]["max_len"] == 0
+    lines = text.splitlines()
+    assert f"num_blocks = 0  # here: {plan.config.cache.num_blocks}" in lines
+    assert "max_len = 0  # here: 256" in lines
+    assert f'dtype = "auto"  # here: "{build.DEFAULT_DTYPE}"' in lines
+    assert "# block table: 16 rows of 8 blocks" in lines
+    assert "#   backbone: 8, 16" in lines
+
+
+def test_settings_that_the_model_contradicts_are_bad_usage(folder: Path, capsys) -> None:
+    assert main(["config", "--model", str(folder), "--set", "model.max_len=257"]) == 2
+    assert "above the 256 tokens" in capsys.readouterr().err
