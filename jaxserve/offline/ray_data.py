@@ -7,7 +7,7 @@
         Generate,
         fn_constructor_kwargs={"sampling": {"max_tokens": 64, "temperature": 0.0}},
         batch_size=256,
-        concurrency=2,
+        compute=ray.data.ActorPoolStrategy(size=2),
     )
     ds.write_json("answers")
 
