@@ -34,12 +34,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_plan_is_what_runs(folder: Path) -> None:
     config = EngineConfig(
         model=ModelConfig(name=str(folder)),
-        cache=CacheConfig(memory_gib=0.001),
+        cache=CacheConfig(memory_gib=0.0005),
         scheduler=SchedulerConfig(token_budget=16, max_seqs=4),
         sampling=SamplingConfig(random=False, penalties=False),
         runner=RunnerConfig(prove=False, compile_cache="off"),
     )
     plan = build.plan(config, open_checkpoint(folder).hf_config)
+    assert plan.config.cache.num_blocks == int(0.0005 * 2**30) // plan.block_bytes
     assembly = build.assemble(config)
     try:
         runner = assembly.runner
@@ -68,10 +69,10 @@ def test_config_says_what_settings_come_to(folder: Path, capsys, monkeypatch) ->
 
     for module, name in ((sources, "resolve"), (sources, "pull"), (build, "load_module")):
         monkeypatch.setattr(module, name, refuse)
-    options = ["--set", "cache.memory_gib=0.001", "--set", "scheduler.token_budget=16"]
+    options = ["--set", "cache.memory_gib=0.0005", "--set", "scheduler.token_budget=16"]
     assert main(["config", "--model", str(folder), *options]) == 0
     text = capsys.readouterr().out
-    asked = settings.merge(EngineConfig(), {"cache": {"memory_gib": 0.001}}, "test")
+    asked = settings.merge(EngineConfig(), {"cache": {"memory_gib": 0.0005}}, "test")
     plan = build.plan(
         dataclasses.replace(
             asked,
