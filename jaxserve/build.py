@@ -98,13 +98,11 @@ class _Abstract(NamedTuple):
 
 
 def _resolve(config: EngineConfig, checkpoint: Any) -> tuple[EngineConfig, _Abstract]:
-    hf = checkpoint.hf_config
-    family = registry.family(hf["model_type"])
     dtype = DEFAULT_DTYPE if config.model.dtype == "auto" else config.model.dtype
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, dtype=dtype))
 
     def make(max_len: int) -> _Abstract:
-        model_config = family.config_from_hf(hf, dtype=dtype, max_len=max_len)
+        family, model_config = registry.configure(checkpoint, dtype, max_len=max_len)
         return _Abstract(
             model_config, nnx.eval_shape(lambda: family.module(model_config, nnx.Rngs(0)))
         )
