@@ -1,10 +1,12 @@
 """Reading config.json: every value is checked for type and size before anything is made of it."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 from model_zoo import rope
 from model_zoo.decoder_config import DecoderConfig
+from model_zoo.parameters import shapes
 
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 _MOST = {  # larger than any model, small enough that nothing overflows or takes memory
@@ -15,7 +17,8 @@ _MOST = {  # larger than any model, small enough that nothing overflows or takes
     "num_experts": 16_384,
     "num_local_experts": 16_384,
 }
-_MOST_EXPERTS = 1_000_000  # layers times experts
+_MOST_EXPERTS = 100_000  # layers times experts
+_MOST_VALUES = 10**14  # parameters
 ALLOWED: dict[str, tuple[Any, ...]] = {  # options that no family here has
     "pretraining_tp": (1, None),
     "quantization_config": (None,),
@@ -122,12 +125,17 @@ class Fields:
         if "ropes" not in found:
             found["ropes"] = (rope.from_hf(self.hf, head_dim=found["H"], max_len=max_len),)
         config = DecoderConfig(**found)
-        if config.moe and config.L * config.moe.experts > _MOST_EXPERTS:
-            raise ValueError(
-                f"config.json: {config.L} layers of {config.moe.experts} experts are more than "
-                f"any model has"
-            )
+        self._refuse_absurd(config)
         return config
+
+    def _refuse_absurd(self, c: DecoderConfig) -> None:
+        """Sizes that pass one by one, but not together: nobody has such a model."""
+        values = sum(math.prod(shape) for shape in shapes(c).values())
+        if values > _MOST_VALUES or (c.moe and c.L * c.moe.experts > _MOST_EXPERTS):
+            raise ValueError(
+                f"config.json: its sizes make a model of {values:.1e} parameters"
+                f"{f' and {c.L} x {c.moe.experts} experts' if c.moe else ''}, more than any has"
+            )
 
 
 def experts(fields: Fields, name: str) -> tuple[int, int]:

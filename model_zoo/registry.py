@@ -65,12 +65,13 @@ def family_of(hf: Mapping[str, Any]) -> "Family":
     an encoder, a model with images), or needs code of its own folder, which is never run.
     """
     model_type, classes, code = hf.get("model_type"), hf.get("architectures"), hf.get("auto_map")
+    model_type = model_type if isinstance(model_type, str) else repr(model_type)
     if model_type not in _FAMILIES and code:
         raise ValueError(
             f"config.json has model_type={model_type!r} and brings its own code (auto_map), "
             f"which is never run; supported: {', '.join(_FAMILIES)}"
         )
-    found = family(model_type if isinstance(model_type, str) else repr(model_type))
+    found = family(model_type)
     if classes and (not isinstance(classes, list) or classes[0] not in found.architectures):
         raise ValueError(
             f"config.json has architectures={classes!r}; of model_type {model_type} only "

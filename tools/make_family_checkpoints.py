@@ -42,7 +42,6 @@ LONGROPE = {
     "partial_rotary_factor": 0.75,
     "short_factor": [1.0, 1.1, 1.3],
     "long_factor": [1.0, 1.7, 4.0],
-    "original_max_position_embeddings": 32,
 }
 CASES: dict[str, tuple[str, dict[str, Any]]] = {  # name: model_type, config
     "llama": ("llama", SMALL),
@@ -81,7 +80,15 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {  # name: model_type, config
             },
         },
     ),
-    "phi3": ("phi3", SMALL | {"rope_parameters": LONGROPE, "tie_word_embeddings": True}),
+    "phi3": (
+        "phi3",
+        SMALL
+        | {
+            "rope_parameters": LONGROPE,
+            "original_max_position_embeddings": 32,
+            "tie_word_embeddings": True,
+        },
+    ),
     "phi3_window": ("phi3", SMALL | {"sliding_window": WINDOW}),
     "olmo2": ("olmo2", SMALL),
     "granite": (
@@ -124,8 +131,9 @@ def make(name: str, seed: int) -> bool:
     )
     with torch.no_grad():
         for key, weight in model.named_parameters():
-            weight.copy_(start(key, weight, gemma=model_type.startswith("gemma")))
-    model = model.to(torch.bfloat16).to(torch.float32).eval()
+            value = start(key, weight, gemma=model_type.startswith("gemma"))
+            weight.copy_(value.to(torch.bfloat16))
+    model.eval()
     generator = np.random.default_rng(seed)
     prompts = [generator.integers(3, VOCAB, length).tolist() for length in (LENGTH, SHORT)]
     if any(gap < SMALLEST_GAP for _, gap in (greedy(model, prompt) for prompt in prompts)):
