@@ -119,12 +119,11 @@ class Decoder(nnx.Module):
             q, k = self._norm(q, w["q_norm"]), self._norm(k, w["k_norm"])
             qkv = jnp.concatenate([q, k, v.astype(c.dtype)], axis=-1)
         qkv = qkv.reshape(-1, c.N + 2 * c.K, c.H)
-        qk, v = qkv[:, : c.N + c.K], qkv[:, c.N + c.K :].astype(c.dtype)
+        q, k, v = qkv[:, : c.N], qkv[:, c.N : c.N + c.K], qkv[:, c.N + c.K :].astype(c.dtype)
         if c.qk_norm == "head":
-            parts = ((qk[:, : c.N], w["q_norm"]), (qk[:, c.N :], w["k_norm"]))
-            qk = jnp.concatenate([self._norm(part, weight) for part, weight in parts], axis=1)
+            q, k = self._norm(q, w["q_norm"]), self._norm(k, w["k_norm"])
         cos, sin = w["turns"] if "turns" in w else (part[w["rope"]] for part in w["ropes"])
-        turned = rope.rotate(qk.astype(c.dtype), cos, sin)
+        turned = rope.rotate(jnp.concatenate([q, k], axis=1).astype(c.dtype), cos, sin)
         return turned[:, : c.N], turned[:, c.N :], v
 
     def _mlp(self, x: jax.Array, real: jax.Array, w: Weights) -> jax.Array:

@@ -38,18 +38,18 @@ def moe_mlp(
 
     A token's result does not depend on its neighbours: its experts are added in their own order.
     """
+    x = jnp.where(real[:, None], x, 0)
     weights, chosen = route(x, w["router"], moe)
     group = jnp.where(real[:, None], chosen, moe.experts).reshape(-1)  # padding sorts to the end
     order = jnp.argsort(group)
     sizes = jnp.bincount(group, length=moe.experts).astype(jnp.int32)  # drops the padding
-    inside = (jnp.arange(len(order)) < jnp.sum(sizes))[:, None]
-    rows = jnp.where(inside, x[order // moe.top_k], 0)
+    rows = x[order // moe.top_k]
     gate, up = jnp.split(grouped_matmul(rows, w["gate_up"], sizes), 2, axis=-1)
     gated = (activation(gate) * up).astype(x.dtype)
     out = grouped_matmul(gated, w["down"], sizes)
+    out = jnp.where((jnp.arange(len(order)) < jnp.sum(sizes))[:, None], out, 0)
     by_token = out[jnp.argsort(order)].reshape(*chosen.shape, -1)
-    by_token = by_token * weights[..., None]
-    return jnp.sum(jnp.where(real[:, None, None], by_token, 0), axis=1)
+    return jnp.sum(by_token * weights[..., None], axis=1)
 
 
 def grouped_matmul(x: jax.Array, weight: jax.Array, sizes: jax.Array) -> jax.Array:
