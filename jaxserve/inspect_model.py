@@ -67,7 +67,8 @@ def _raw(hf: dict[str, Any]) -> dict[str, Any]:
         "vocab_size": "vocab_size",
         "context_length": "max_position_embeddings",
     }
-    return {ours: hf[theirs] for ours, theirs in names.items() if theirs in hf}
+    found = {ours: hf[theirs] for ours, theirs in names.items() if theirs in hf}
+    return found | {"rope": rope(hf)}
 
 
 def _kv_bytes(c: Any) -> dict[str, int]:
@@ -78,7 +79,9 @@ def rope(config: dict[str, Any]) -> dict[str, Any]:
     """Type, theta and parameters of the rotary embedding (transformers 4 or 5 style config); of
     full and sliding layers apart where they differ.
     """
-    given = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    given: dict[str, Any] = {}
+    for name in ("rope_scaling", "rope_parameters"):
+        given |= config[name] if isinstance(config.get(name), dict) else {}
     kinds = ("full_attention", "sliding_attention")
     if any(kind in given for kind in kinds):
         return {kind: rope({"rope_parameters": given.get(kind)}) for kind in kinds}
