@@ -76,7 +76,7 @@ def _assemble(
     with ThreadPoolExecutor(2) as pool:
         loading_tokenizer = pool.submit(load_tokenizer, Path(path))
         hf_config = checkpoint.hf_config
-        made = plan(config, hf_config, pool_gib=_pool_gib(config, hf_config))
+        made = plan(config, hf_config, pool_gib=_pool_gib(config, hf_config), where=checkpoint.path)
         config = made.config
         tokenizer = loading_tokenizer.result()
         vocab_size = min(tokenizer.vocab_size, made.model_config.V)
@@ -124,17 +124,19 @@ class Plan:
         return DeviceStep(graphdef, weights, self.model_config, self.config, ids)
 
 
-def plan(config: EngineConfig, hf_config: dict[str, Any], *, pool_gib: float = 0.0) -> Plan:
+def plan(
+    config: EngineConfig, hf_config: dict[str, Any], *, pool_gib: float = 0.0, where: Any = ""
+) -> Plan:
     """What `config` comes to with a model of this config.json; touches no device and no file.
 
     `pool_gib`: GiB for the KV pool where `config` names neither blocks nor memory; 0: what a CPU
-    gets.  Raises ValueError when model and config do not go together.
+    gets.  Raises ValueError when model and config do not go together, naming the model's place
+    `where`.
     """
-    family = registry.family(hf_config["model_type"])
     dtype = DEFAULT_DTYPE if config.model.dtype == "auto" else config.model.dtype
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, dtype=dtype))
     asked = config.model.max_len  # what was not asked for is not stretched
-    model_config = family.config_from_hf(hf_config, dtype=dtype, max_len=asked)
+    family, model_config = registry.configure(hf_config, dtype, max_len=asked, where=where)
     max_len = model_config.longest if asked else model_config.max_position
     block_bytes = _block_bytes(model_config, config.cache.block_size, dtype)
     if not config.cache.num_blocks:

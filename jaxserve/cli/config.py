@@ -81,7 +81,7 @@ def _plan(config: "EngineConfig") -> "Plan | None":
     from jaxserve.build import plan
     from model_zoo.weights import open_checkpoint
 
-    return plan(config, open_checkpoint(path).hf_config)
+    return plan(config, open_checkpoint(path).hf_config, where=path)
 
 
 def _describe(plan: "Plan") -> Iterator[str]:

@@ -12,7 +12,7 @@ from flax import nnx
 
 from model_zoo import registry
 from model_zoo.checkpoint import Checkpoint, Place
-from model_zoo.weights.account import Account, account, check_tied, refuse_absurd
+from model_zoo.weights.account import Account, account, check_tied
 
 _THREADS = 4
 _LINE = 64  # bytes
@@ -56,9 +56,9 @@ def abstract_module(
     """The module with shapes instead of weights, and where each tensor of the checkpoint goes."""
     if dtype not in RUNNABLE:
         raise ValueError(f"model.dtype={dtype!r} cannot run; use one of {', '.join(RUNNABLE)}")
-    refuse_absurd(checkpoint)
-    family = registry.family(checkpoint.hf_config.get("model_type", ""))
-    config = family.config_from_hf(checkpoint.hf_config, dtype=dtype, max_len=max_len)
+    family, config = registry.configure(
+        checkpoint.hf_config, dtype, max_len=max_len, where=checkpoint.path
+    )
     module = nnx.eval_shape(lambda: family.module(config, rngs=nnx.Rngs(0)))
     return module, family.places(config)
 
