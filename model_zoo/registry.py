@@ -4,7 +4,6 @@ import importlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-
 if TYPE_CHECKING:
     from model_zoo.family import Family
 
