@@ -1,7 +1,6 @@
 """The only place that assembles: a config becomes weights, runner and engine."""
 
 import dataclasses
-import math
 import os
 import time
 from collections.abc import Callable
@@ -22,9 +21,13 @@ from jaxserve.runner import allocator, compile_cache, memory, warmup
 from jaxserve.runner.device_step import DeviceStep
 from jaxserve.runner.model_runner import ModelRunner
 from jaxserve.runner.programs import compile_programs
+from jaxserve.runner.sharding import Sharding, device_bytes
+from jaxserve.runner.sharding import make as make_sharding
 from jaxserve.text.tokenizer import Tokenizer, load_tokenizer
 from model_zoo import registry
+from model_zoo.partition import kv_copies
 from model_zoo.weights import load_module, open_checkpoint
+from model_zoo.weights.fill import with_kv_copies
 
 DEFAULT_DTYPE = "bfloat16"  # of model.dtype "auto"
 Log = Callable[[str], None]
@@ -68,9 +71,12 @@ def assemble(
         tokenizer = loading_tokenizer.result()
         vocab_size = min(tokenizer.vocab_size, abstract.model_config.V)
         timer.mark("read")
-        loading = pool.submit(_load, checkpoint, config, timer)
         graphdef, weights = nnx.split(abstract.module)
-        step = DeviceStep(graphdef, weights, abstract.model_config, config, vocab_size)
+        shardings = abstract.sharding.by_path(weights)
+        loading = pool.submit(_load, checkpoint, config, shardings, timer)
+        step = DeviceStep(
+            graphdef, weights, abstract.model_config, config, vocab_size, abstract.sharding
+        )
         runner = ModelRunner(step, config, threads=_compile_threads())
         timer.mark("compile")
         runner.load(loading.result())
@@ -95,6 +101,7 @@ class _Abstract(NamedTuple):
 
     model_config: Any
     module: Any
+    sharding: Sharding
 
 
 def _resolve(config: EngineConfig, checkpoint: Any) -> tuple[EngineConfig, _Abstract]:
@@ -102,17 +109,19 @@ def _resolve(config: EngineConfig, checkpoint: Any) -> tuple[EngineConfig, _Abst
     family = registry.family(hf["model_type"])
     dtype = DEFAULT_DTYPE if config.model.dtype == "auto" else config.model.dtype
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, dtype=dtype))
+    sharding = make_sharding(config.mesh.data, config.mesh.tensor)
 
     def make(max_len: int) -> _Abstract:
         model_config = family.config_from_hf(hf, dtype=dtype, max_len=max_len)
-        return _Abstract(
-            model_config, nnx.eval_shape(lambda: family.module(model_config, nnx.Rngs(0)))
-        )
+        copies = kv_copies(model_config.K, config.mesh.tensor)
+        model_config = with_kv_copies(model_config, copies)
+        module = nnx.eval_shape(lambda: family.module(model_config, nnx.Rngs(0)))
+        return _Abstract(model_config, module, sharding)
 
     abstract = make(config.model.max_len)
     asked = config.model.max_len  # what was not asked for is not stretched
     max_len = abstract.model_config.longest if asked else abstract.model_config.max_position
-    block_bytes = _block_bytes(abstract.model_config, config.cache.block_size, dtype)
+    block_bytes = block_bytes_of(abstract.model_config, config, dtype)
     if not config.cache.num_blocks:
         gib = _pool_gib(config, abstract, max_len, block_bytes)
         cache = dataclasses.replace(config.cache, memory_gib=gib)
@@ -121,9 +130,11 @@ def _resolve(config: EngineConfig, checkpoint: Any) -> tuple[EngineConfig, _Abst
     return config, make(config.model.max_len)
 
 
-def _block_bytes(model_config: Any, block_size: int, dtype: str) -> int:
+def block_bytes_of(model_config: Any, config: EngineConfig, dtype: str) -> int:
+    """Bytes of a block on one device."""
     c = model_config
-    return 2 * c.L * c.K * c.H * block_size * jnp.dtype(dtype).itemsize
+    kv_heads = c.K // config.mesh.tensor
+    return 2 * c.L * kv_heads * c.H * config.cache.block_size * jnp.dtype(dtype).itemsize
 
 
 def _pool_gib(config: EngineConfig, abstract: _Abstract, max_len: int, block_bytes: int) -> float:
@@ -131,14 +142,13 @@ def _pool_gib(config: EngineConfig, abstract: _Abstract, max_len: int, block_byt
     find out.
     """
     graphdef, weights = nnx.split(abstract.module)
-    weight_bytes = sum(
-        math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(weights)
-    )
+    weight_bytes = device_bytes(abstract.sharding.weights(weights))
 
     def measure_scratch() -> int:
         small = dataclasses.replace(config.cache, num_blocks=-(-max_len // config.cache.block_size))
         trial = resolve(dataclasses.replace(config, cache=small), max_len, block_bytes)
-        step = DeviceStep(graphdef, weights, abstract.model_config, trial, abstract.model_config.V)
+        c = abstract.model_config
+        step = DeviceStep(graphdef, weights, c, trial, c.V, abstract.sharding)
         largest: dict[str, Any] = {}
         for spec in step.specs():
             if spec.bucket >= largest.setdefault(spec.kind, spec).bucket:
@@ -153,9 +163,15 @@ def _pool_gib(config: EngineConfig, abstract: _Abstract, max_len: int, block_byt
     return memory.pool_gib(config.cache.memory_gib, stats, weight_bytes, measure_scratch)
 
 
-def _load(checkpoint: Any, config: EngineConfig, timer: "_Timer") -> Any:
+def _load(
+    checkpoint: Any, config: EngineConfig, shardings: dict[str, Any] | None, timer: "_Timer"
+) -> Any:
     start = time.perf_counter()
-    module = load_module(checkpoint, config.model.dtype)
+    kv_heads = (
+        registry.family(checkpoint.hf_config["model_type"]).config_from_hf(checkpoint.hf_config).K
+    )
+    copies = kv_copies(kv_heads, config.mesh.tensor)
+    module = load_module(checkpoint, config.model.dtype, shardings, kv_copies=copies)
     weights = nnx.split(module)[1]
     timer.parts["weights"] = time.perf_counter() - start
     return weights

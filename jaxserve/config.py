@@ -152,6 +152,19 @@ class RunnerConfig:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class MeshConfig:
+    """How many chips, and what each holds: weights and kv heads are split over `tensor`, the tokens
+    of a step over `data`."""
+
+    data: int = 1
+    tensor: int = 1
+
+    def __post_init__(self) -> None:
+        _whole("mesh.data", self.data, 1)
+        _whole("mesh.tensor", self.tensor, 1)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class EngineConfig:
     """Everything; one section a part of the engine."""
 
@@ -161,3 +174,4 @@ class EngineConfig:
     buckets: BucketConfig = BucketConfig()
     sampling: SamplingConfig = SamplingConfig()
     runner: RunnerConfig = RunnerConfig()
+    mesh: MeshConfig = MeshConfig()

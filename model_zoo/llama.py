@@ -11,9 +11,8 @@ from flax import nnx
 from model_zoo import rope
 from model_zoo.checkpoint import Place
 from model_zoo.layers import Weights, gated_mlp, linear, rms_norm, run_layers
+from model_zoo.partition import kv_write, ragged_paged_attention, split
 from model_zoo.step_inputs import StepInputs
-from pallas_kernels.kv_write.api import kv_write
-from pallas_kernels.ragged_paged_attention.api import ragged_paged_attention
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,23 +110,28 @@ class Layers(nnx.Module):
     """The weights of all layers, stacked on a leading axis; matrices are [L, out, in]."""
 
     def __init__(self, c: LlamaConfig, rngs: nnx.Rngs):
-        def normal(size_in: int, size_out: int) -> nnx.Param:
-            scale = size_in**-0.5
-            return nnx.Param((rngs.params.normal((c.L, size_out, size_in)) * scale).astype(c.dtype))
+        sizes = {"embed": c.D, "heads": c.N * c.H, "mlp": c.F}
+        sizes |= {"qkv": (c.N + 2 * c.K) * c.H, "gate_up": 2 * c.F}
 
-        def bias(size: int) -> nnx.Param:
-            return nnx.Param((rngs.params.normal((c.L, size)) * 0.02).astype(c.dtype))
+        def normal(*axes: str) -> nnx.Param:
+            shape = (c.L, *(sizes[axis] for axis in axes))
+            values = rngs.params.normal(shape) * shape[-1] ** -0.5
+            return nnx.Param(values.astype(c.dtype), axes=("layers", *axes))
 
-        self.norm1 = nnx.Param(jnp.ones((c.L, c.D), c.dtype))
-        self.norm2 = nnx.Param(jnp.ones((c.L, c.D), c.dtype))
-        self.qkv = normal(c.D, (c.N + 2 * c.K) * c.H)
-        self.out = normal(c.N * c.H, c.D)
-        self.gate_up = normal(c.D, 2 * c.F)
-        self.down = normal(c.F, c.D)
+        def bias(axis: str) -> nnx.Param:
+            values = rngs.params.normal((c.L, sizes[axis])) * 0.02
+            return nnx.Param(values.astype(c.dtype), axes=("layers", axis))
+
+        self.norm1 = nnx.Param(jnp.ones((c.L, c.D), c.dtype), axes=("layers", "embed"))
+        self.norm2 = nnx.Param(jnp.ones((c.L, c.D), c.dtype), axes=("layers", "embed"))
+        self.qkv = normal("qkv", "embed")
+        self.out = normal("embed", "heads")
+        self.gate_up = normal("gate_up", "embed")
+        self.down = normal("embed", "mlp")
         if c.attention_bias:
-            self.qkv_bias, self.out_bias = bias((c.N + 2 * c.K) * c.H), bias(c.D)
+            self.qkv_bias, self.out_bias = bias("qkv"), bias("embed")
         if c.mlp_bias:
-            self.gate_up_bias, self.down_bias = bias(2 * c.F), bias(c.D)
+            self.gate_up_bias, self.down_bias = bias("gate_up"), bias("embed")
 
 
 class Llama(nnx.Module):
@@ -139,11 +143,16 @@ class Llama(nnx.Module):
 
     def __init__(self, config: LlamaConfig, rngs: nnx.Rngs):
         c = self.config = config
-        self.embed = nnx.Param((rngs.params.normal((c.V, c.D)) * 0.5).astype(c.dtype))
+
+        def table(scale: float) -> nnx.Param:
+            values = rngs.params.normal((c.V, c.D)) * scale
+            return nnx.Param(values.astype(c.dtype), axes=("vocab", "embed"))
+
+        self.embed = table(0.5)
         self.layers = Layers(c, rngs)
-        self.norm = nnx.Param(jnp.ones((c.D,), c.dtype))
+        self.norm = nnx.Param(jnp.ones((c.D,), c.dtype), axes=("embed",))
         if not c.tie:
-            self.head = nnx.Param((rngs.params.normal((c.V, c.D)) * c.D**-0.5).astype(c.dtype))
+            self.head = table(c.D**-0.5)
 
     def forward(self, kv: Any, x: StepInputs, *, block_size: int) -> tuple[jax.Array, Any]:
         """Hidden states f32[T, D] of the step's tokens before the last norm, and the KV with them.
@@ -157,9 +166,9 @@ class Llama(nnx.Module):
             hidden: jax.Array, kv: Any, index: jax.Array, w: Weights
         ) -> tuple[jax.Array, Any]:
             qkv = linear(rms_norm(hidden, w["norm1"], c.eps), w["qkv"], w.get("qkv_bias"))
-            qkv = qkv.astype(c.dtype).reshape(-1, c.N + 2 * c.K, c.H)
-            turned = rope.rotate(qkv[:, : c.N + c.K], cos, sin)
-            q, k, v = turned[:, : c.N], turned[:, c.N :], qkv[:, c.N + c.K :]
+            parts = split(qkv.astype(c.dtype), "qkv", (c.N * c.H, c.K * c.H, c.K * c.H))
+            q, k, v = (part.reshape(len(part), -1, c.H) for part in parts)
+            q, k = rope.rotate(q, cos, sin), rope.rotate(k, cos, sin)
             kv = kv_write(kv, index, x.slots, k, v)
             mixed = ragged_paged_attention(
                 q,

@@ -7,9 +7,9 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from jaxserve.cli import batch, bench, common, config, generate, model
+from jaxserve.cli import batch, bench, common, config, generate, model, preflight
 
-_COMMANDS = (generate, batch, bench, model, config)
+_COMMANDS = (generate, batch, bench, preflight, model, config)
 
 
 class _Parser(argparse.ArgumentParser):

@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxserve.batch.step import Batch, Logprobs, SeatReset, StepResult
 from jaxserve.config import EngineConfig
-from jaxserve.runner import packing
+from jaxserve.runner import agreement, packing
 from jaxserve.runner.device_step import SEED_TOKENS, DeviceStep
 from jaxserve.runner.programs import CompileCounter, Manifest, compile_programs
 
@@ -40,6 +40,7 @@ class ModelRunner:
         self.config = config
         self.step = step
         self.manifest = Manifest(compile_programs(step.specs(), threads=threads))
+        self.agreement = agreement.of_processes()
         self.compiles = CompileCounter()
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="jaxserve-read")
         self._last_done = 0.0
@@ -67,6 +68,8 @@ class ModelRunner:
     def dispatch(self, batch: Batch) -> "Future[StepResult]":
         """Sends one step to the device and returns at once; steps run in the order of dispatch."""
         dispatched = time.perf_counter()
+        if self.agreement is not None:
+            self.agreement.add(batch)
         if self.state.hidden.is_deleted():  # an earlier dispatch failed after it gave the KV away
             self.state = self.step.init_state()
         for reset in batch.resets:

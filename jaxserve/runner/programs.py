@@ -11,6 +11,8 @@ from typing import Any
 import jax
 import jax.monitoring
 
+from jaxserve.runner.sharding import ONE_DEVICE, Sharding
+
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
 
@@ -24,6 +26,8 @@ class ProgramSpec:
     function: Callable[..., Any]
     arguments: tuple[Any, ...]  # pytrees of jax.ShapeDtypeStruct
     donate: tuple[int, ...] = ()
+    outputs: Any = None  # shardings of what it returns, a prefix of its tree; None: XLA decides
+    sharding: Sharding = ONE_DEVICE
     compiler_options: tuple[tuple[str, Any], ...] = ()
 
     @property
@@ -121,9 +125,16 @@ def compile_programs(specs: Sequence[ProgramSpec], *, threads: int = 1) -> list[
         futures = []
         for spec in specs:
             start = time.perf_counter()
-            lowered = jax.jit(spec.function, donate_argnums=spec.donate).lower(*spec.arguments)
+            lowered = lower(spec)
             futures.append(pool.submit(compile_one, spec, lowered, time.perf_counter() - start))
         return [future.result() for future in futures]
+
+
+def lower(spec: ProgramSpec, platforms: tuple[str, ...] | None = None) -> Any:
+    """The traced and lowered program; `platforms` other than those of the default device."""
+    jitted = jax.jit(spec.function, donate_argnums=spec.donate, out_shardings=spec.outputs)
+    with spec.sharding.context():
+        return jitted.trace(*spec.arguments).lower(lowering_platforms=platforms)
 
 
 class CompileCounter:

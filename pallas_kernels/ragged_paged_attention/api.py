@@ -9,6 +9,8 @@ import jax.numpy as jnp
 
 from pallas_kernels.ragged_paged_attention import xla
 
+KV_AXES = ("layers", "blocks", "kv_heads", None, None)  # what the axes of the KV array are
+
 
 def kv_shape(
     layers: int, num_blocks: int, block_size: int, kv_heads: int, head_dim: int
@@ -20,6 +22,11 @@ def kv_shape(
 def init_kv(shape: tuple[int, ...], dtype: str) -> jax.Array:
     """An empty KV of a shape from `kv_shape`."""
     return jnp.zeros(shape, dtype)
+
+
+def num_kv_heads(kv: jax.Array) -> int:
+    """K of a KV array."""
+    return kv.shape[KV_AXES.index("kv_heads")]
 
 
 def ragged_paged_attention(  # noqa: PLR0913  one flat signature for all back ends
