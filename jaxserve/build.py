@@ -72,8 +72,7 @@ def assemble(
         vocab_size = min(tokenizer.vocab_size, abstract.model_config.V)
         timer.mark("read")
         graphdef, weights = nnx.split(abstract.module)
-        shardings = abstract.sharding.by_path(weights)
-        loading = pool.submit(_load, checkpoint, config, shardings, timer)
+        loading = pool.submit(_load, checkpoint, config, abstract, timer)
         step = DeviceStep(
             graphdef, weights, abstract.model_config, config, vocab_size, abstract.sharding
         )
@@ -102,21 +101,20 @@ class _Abstract(NamedTuple):
     model_config: Any
     module: Any
     sharding: Sharding
+    kv_copies: int
 
 
 def _resolve(config: EngineConfig, checkpoint: Any) -> tuple[EngineConfig, _Abstract]:
-    hf = checkpoint.hf_config
-    family = registry.family(hf["model_type"])
     dtype = DEFAULT_DTYPE if config.model.dtype == "auto" else config.model.dtype
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, dtype=dtype))
     sharding = make_sharding(config.mesh.data, config.mesh.tensor)
 
     def make(max_len: int) -> _Abstract:
-        model_config = family.config_from_hf(hf, dtype=dtype, max_len=max_len)
+        family, model_config = registry.configure(checkpoint, dtype, max_len=max_len)
         copies = kv_copies(model_config.K, config.mesh.tensor)
         model_config = with_kv_copies(model_config, copies)
         module = nnx.eval_shape(lambda: family.module(model_config, nnx.Rngs(0)))
-        return _Abstract(model_config, module, sharding)
+        return _Abstract(model_config, module, sharding, copies)
 
     abstract = make(config.model.max_len)
     asked = config.model.max_len  # what was not asked for is not stretched
@@ -163,15 +161,10 @@ def _pool_gib(config: EngineConfig, abstract: _Abstract, max_len: int, block_byt
     return memory.pool_gib(config.cache.memory_gib, stats, weight_bytes, measure_scratch)
 
 
-def _load(
-    checkpoint: Any, config: EngineConfig, shardings: dict[str, Any] | None, timer: "_Timer"
-) -> Any:
+def _load(checkpoint: Any, config: EngineConfig, abstract: "_Abstract", timer: "_Timer") -> Any:
     start = time.perf_counter()
-    kv_heads = (
-        registry.family(checkpoint.hf_config["model_type"]).config_from_hf(checkpoint.hf_config).K
-    )
-    copies = kv_copies(kv_heads, config.mesh.tensor)
-    module = load_module(checkpoint, config.model.dtype, shardings, kv_copies=copies)
+    shardings = abstract.sharding.by_path(nnx.split(abstract.module)[1])
+    module = load_module(checkpoint, config.model.dtype, shardings, kv_copies=abstract.kv_copies)
     weights = nnx.split(module)[1]
     timer.parts["weights"] = time.perf_counter() - start
     return weights

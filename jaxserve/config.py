@@ -139,12 +139,15 @@ class RunnerConfig:
 
     overlap: bool = True  # schedule and dispatch step N + 1 before step N is read
     compile_cache: str = "auto"  # auto: the user's cache folder | off | a folder
+    bundle: str = ""  # a folder that `jaxserve preflight --bundle` wrote for this very machine
     prove: bool = True  # before serving, prove that every program equals the reference program
     deterministic: bool = False  # bits do not depend on load, cache hits, preemption or order
 
     def __post_init__(self) -> None:
         for name in ("overlap", "prove", "deterministic"):
             _flag(f"runner.{name}", getattr(self, name))
+        if type(self.bundle) is not str:
+            raise ValueError(f"runner.bundle={self.bundle!r} must be a folder, or empty")
         if type(self.compile_cache) is not str or not self.compile_cache:
             raise ValueError(
                 f"runner.compile_cache={self.compile_cache!r} must be auto, off or a folder"

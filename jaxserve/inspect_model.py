@@ -8,43 +8,109 @@ from model_zoo import registry
 from model_zoo.checkpoint import Checkpoint
 
 _BYTES = {"float32": 4, "bfloat16": 2}
+_CHIPS = {"v5e": 17.2e9, "v6e": 34.4e9, "v5p": 103.0e9, "h200": 150.1e9}  # bytes of memory each
+_SLICES = (1, 2, 4, 8)
+_HEADROOM = 0.92  # as runner/memory.py plans
 
 
 def describe(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Sizes of a model by name; parameters are counted as stored, a tied head once."""
-    config = checkpoint.hf_config
-    heads = config.get("num_attention_heads", 0)
-    kv_heads = config.get("num_key_value_heads") or heads
-    head_dim = config.get("head_dim") or config.get("hidden_size", 0) // max(heads, 1)
-    layers = config.get("num_hidden_layers", 0)
+    """Sizes of a model by name; parameters are counted as stored, a tied head once.
+
+    A model that is not supported is described as far as its config goes, with the reason.
+    """
+    hf = checkpoint.hf_config
     values: collections.Counter[str] = collections.Counter()
     for info in checkpoint.infos.values():
         values[info.stored] += math.prod(info.shape)
-    kv_values = 2 * layers * kv_heads * head_dim
-    model_type = config.get("model_type")
-    return {
-        "path": checkpoint.path,
-        "model_type": model_type,
-        "supported": model_type in registry.known(),
+    facts: dict[str, Any] = {"path": checkpoint.path, "model_type": hf.get("model_type")}
+    stored = {
         "parameters": sum(values.values()),
         "stored": dict(values.most_common()),  # values by type in the file
-        "layers": layers,
-        "hidden_size": config.get("hidden_size"),
-        "mlp_size": config.get("intermediate_size"),
-        "heads": heads,
-        "kv_heads": kv_heads,
-        "head_dim": head_dim,
-        "vocab_size": config.get("vocab_size"),
-        "tied": bool(config.get("tie_word_embeddings", False)),
-        "context_length": config.get("max_position_embeddings"),
-        "rope": rope(config),
-        "kv_bytes_per_token": {name: kv_values * size for name, size in _BYTES.items()},
     }
+    try:
+        _, config = registry.configure(checkpoint, "bfloat16")
+    except ValueError as error:
+        reason = str(error).removeprefix(f"{checkpoint.path}: ")
+        return facts | {"supported": False, "reason": reason} | stored | _raw(hf)
+    facts |= {"supported": True, "dtypes": ", ".join(_BYTES)} | stored | _sizes(config)
+    facts |= {"rope": rope(hf), "kv_bytes_per_token": _kv_bytes(config)}
+    return facts | {"fits": fits(config)}
+
+
+def _sizes(c: Any) -> dict[str, Any]:
+    found = {
+        "layers": c.L,
+        "hidden_size": c.D,
+        "mlp_size": c.F,
+        "heads": c.N,
+        "kv_heads": c.K,
+        "head_dim": c.H,
+        "vocab_size": c.V,
+        "tied": c.tie,
+        "context_length": c.max_position,
+    }
+    if c.moe:
+        found |= {"experts": c.moe.experts, "experts_per_token": c.moe.top_k}
+    windows = [window for window in c.windows if window is not None]
+    if windows:
+        found |= {"window": windows[0], "window_layers": len(windows)}
+    return found
+
+
+def _raw(hf: dict[str, Any]) -> dict[str, Any]:
+    """The sizes as the config of an unknown model has them."""
+    names = {
+        "layers": "num_hidden_layers",
+        "hidden_size": "hidden_size",
+        "heads": "num_attention_heads",
+        "kv_heads": "num_key_value_heads",
+        "vocab_size": "vocab_size",
+        "context_length": "max_position_embeddings",
+    }
+    return {ours: hf[theirs] for ours, theirs in names.items() if theirs in hf}
+
+
+def _kv_bytes(c: Any) -> dict[str, int]:
+    return {name: 2 * c.L * c.K * c.H * size for name, size in _BYTES.items()}
 
 
 def rope(config: dict[str, Any]) -> dict[str, Any]:
-    """Type, theta and parameters of the rotary embedding (transformers 4 or 5 style config)."""
+    """Type, theta and parameters of the rotary embedding (transformers 4 or 5 style config); of
+    full and sliding layers apart where they differ.
+    """
     given = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    kinds = ("full_attention", "sliding_attention")
+    if any(kind in given for kind in kinds):
+        return {kind: rope({"rope_parameters": given.get(kind)}) for kind in kinds}
     kind = given.pop("rope_type", given.pop("type", None)) or "default"
     theta = given.pop("rope_theta", config.get("rope_theta", 10_000.0))
-    return {"type": kind, "theta": theta, **given}
+    found = {"type": kind, "theta": theta, **given}
+    if "rope_local_base_freq" in config:
+        return {
+            kinds[0]: found,
+            kinds[1]: {"type": "default", "theta": config["rope_local_base_freq"]},
+        }
+    return found
+
+
+def fits(c: Any) -> dict[str, str]:
+    """For each kind of chip the fewest that hold the weights and one request of full length, in
+    bfloat16, and the tokens of KV that they have room for.
+
+    Weights are split evenly; kv heads are split as far as they go, then repeated.
+    """
+    from model_zoo.parameters import shapes
+
+    size = _BYTES["bfloat16"]
+    weights = size * sum(math.prod(shape) for shape in shapes(c).values())
+    return {chip: _fewest(c, weights, memory) for chip, memory in _CHIPS.items()}
+
+
+def _fewest(c: Any, weights: int, memory: float) -> str:
+    for chips in _SLICES:
+        heads = -(-c.K // chips)  # on one chip
+        token = _kv_bytes(c)["bfloat16"] * heads // c.K
+        tokens = int((_HEADROOM * memory - weights / chips) // token)
+        if tokens >= c.max_position:
+            return f"{chips} chip{'s' if chips > 1 else ''}, {tokens:,} tokens of KV"
+    return f"not on {_SLICES[-1]} chips"

@@ -11,11 +11,14 @@ from model_zoo.partition import constrain, split
 Weights = dict[str, Any]
 
 
-def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
-    """RMS norm over the last axis in float32 (arXiv 1910.07467); dtype of the weight."""
+def rms_norm(x: jax.Array, weight: jax.Array, eps: float, offset: float = 0.0) -> jax.Array:
+    """RMS norm over the last axis in float32 (arXiv 1910.07467), times offset + weight; dtype of
+    the weight.
+    """
     x = x.astype(jnp.float32)
     x = x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + eps)
-    return (x * weight.astype(jnp.float32)).astype(weight.dtype)
+    factor = weight.astype(jnp.float32)
+    return (x * (factor + offset if offset else factor)).astype(weight.dtype)
 
 
 def linear(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
@@ -29,10 +32,12 @@ def linear(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> ja
     return y
 
 
-def gated_mlp(x: jax.Array, w: Weights) -> jax.Array:
-    """down(silu(gate(x)) * up(x)) in float32; gate and up are one weight (arXiv 2002.05202)."""
+def gated_mlp(
+    x: jax.Array, w: Weights, activation: Callable[[jax.Array], jax.Array] = jax.nn.silu
+) -> jax.Array:
+    """down(activation(gate(x)) * up(x)) in float32 (arXiv 2002.05202); gate, up are one weight."""
     gate, up = split(linear(x, w["gate_up"], w.get("gate_up_bias")), "gate_up")
-    gated = jax.nn.silu(gate) * up
+    gated = activation(gate) * up
     return linear(gated.astype(x.dtype), w["down"], w.get("down_bias"))
 
 

@@ -33,7 +33,6 @@ RULES: Mapping[str, tuple[str, ...]] = {
     "qkv": (TENSOR,),
     "gate_up": (TENSOR,),
     "mlp": (TENSOR,),
-    "experts": (TENSOR,),
     "tokens": (DATA,),  # of a step, wherever a token needs no other
     "rows": (DATA, TENSOR),  # of logits: sampling looks at one row at a time
 }

@@ -68,41 +68,67 @@ def from_hf(hf: Mapping[str, Any], *, head_dim: int, max_len: int = 0) -> Rope:
     original context: once, for all requests, so that no cached key is rotated with other factors
     than its queries.  Raises ValueError for a variant or a value that is not known.
     """
-    values = dict(hf.get("rope_parameters") or {})
-    for key, value in (hf.get("rope_scaling") or {}).items():
-        values.setdefault(key, value)
+    values = _values(hf)
     kind = values.get("rope_type") or values.get("type") or "default"
-    if kind not in _VARIANTS:
+    if not isinstance(kind, str) or kind not in _VARIANTS:
         raise ValueError(f"rope type {kind!r} is not known; known: {', '.join(sorted(_VARIANTS))}")
     original = hf.get("original_max_position_embeddings")
     if original is not None:
         values.setdefault("original_max_position_embeddings", original)
     partial = values.get("partial_rotary_factor", hf.get("partial_rotary_factor")) or 1.0
+    partial = _number("partial_rotary_factor", partial)
     dim = int(head_dim * partial)
     if dim <= 0 or dim > head_dim or dim % 2:
         raise ValueError(
             f"rope would rotate {dim} of {head_dim} dimensions; it needs an even number of them"
         )
-    max_position = int(hf.get("max_position_embeddings") or 2048)
+    max_position = _max_position(hf)
     setting = _Setting(
         values=values,
         kind=kind,
-        theta=float(values.get("rope_theta") or hf.get("rope_theta") or 10_000.0),
+        theta=_number("rope_theta", values.get("rope_theta") or hf.get("rope_theta") or 10_000.0),
         dim=dim,
         max_position=max_position,
         max_len=max_len or max_position,
     )
-    table, scale = _VARIANTS[kind](setting)
-    return Rope(tuple(float(f) for f in table), scale)
+    try:
+        table, scale = _VARIANTS[kind](setting)
+        found = Rope(tuple(float(f) for f in table), float(scale))
+    except (TypeError, OverflowError, ZeroDivisionError) as error:
+        raise ValueError(f"rope type {kind!r} has a value that is no number: {error}") from error
+    if not all(math.isfinite(f) for f in (*found.frequencies, found.scale)):
+        raise ValueError(f"rope type {kind!r} gives frequencies that are not finite")
+    return found
+
+
+def _values(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """Everything a config says about its rope, in the words of transformers 5 before those of 4."""
+    found: dict[str, Any] = {}
+    for name in ("rope_scaling", "rope_parameters"):
+        given = hf.get(name) or {}
+        if not isinstance(given, Mapping):
+            raise ValueError(f"config.json: {name} must be an object, it is {given!r}")
+        found |= given
+    return found
+
+
+def _number(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e30:
+        raise ValueError(f"config.json: {name} must be a positive number, it is {value!r}")
+    return float(value)
+
+
+def _max_position(hf: Mapping[str, Any]) -> int:
+    return int(_number("max_position_embeddings", hf.get("max_position_embeddings") or 2048))
 
 
 def longest(hf: Mapping[str, Any]) -> int:
     """Tokens the model can be served for: its `max_position_embeddings`, which `dynamic` stretches
     by its factor."""
-    values = dict(hf.get("rope_scaling") or {}) | dict(hf.get("rope_parameters") or {})
-    most = int(hf.get("max_position_embeddings") or 2048)
+    values = _values(hf)
+    most = _max_position(hf)
     if (values.get("rope_type") or values.get("type")) == "dynamic":
-        return int(most * float(values.get("factor") or 1.0))
+        return int(most * _number("factor", values.get("factor") or 1.0))
     return most
 
 

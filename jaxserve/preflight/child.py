@@ -92,7 +92,7 @@ def _compile(spec: Any, plan: Any, target: Any, device: Any, bundle: str) -> dic
     if bundle:
         from jaxserve.runner import bundle as bundles
 
-        facts["bundle_bytes"] = bundles.save(Path(bundle), spec, compiled)
+        facts["bundle_bytes"] = bundles.save(Path(bundle), spec, lowered, compiled)
     return facts
 
 

@@ -39,7 +39,8 @@ class ModelRunner:
     def __init__(self, step: DeviceStep, config: EngineConfig, *, threads: int = 1):
         self.config = config
         self.step = step
-        self.manifest = Manifest(compile_programs(step.specs(), threads=threads))
+        programs = compile_programs(step.specs(), threads=threads, stored=config.runner.bundle)
+        self.manifest = Manifest(programs)
         self.agreement = agreement.of_processes()
         self.compiles = CompileCounter()
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="jaxserve-read")

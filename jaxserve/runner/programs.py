@@ -6,11 +6,13 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.monitoring
 
+from jaxserve.runner import bundle
 from jaxserve.runner.sharding import ONE_DEVICE, Sharding
 
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
@@ -113,12 +115,19 @@ class Manifest:
         ]
 
 
-def compile_programs(specs: Sequence[ProgramSpec], *, threads: int = 1) -> list[Program]:
-    """Lowers one after the other (tracing holds the interpreter), compiles in `threads`."""
+def compile_programs(
+    specs: Sequence[ProgramSpec], *, threads: int = 1, stored: str = ""
+) -> list[Program]:
+    """Lowers one after the other (tracing holds the interpreter), compiles in `threads`.
+
+    `stored`: a folder of compiled programs (see `bundle`); what is there is not compiled.
+    """
 
     def compile_one(spec: ProgramSpec, lowered: Any, lower_s: float) -> Program:
         start = time.perf_counter()
-        compiled = lowered.compile(compiler_options=dict(spec.compiler_options) or None)
+        compiled = bundle.load(Path(stored), spec, lowered) if stored else None
+        if compiled is None:
+            compiled = lowered.compile(compiler_options=dict(spec.compiler_options) or None)
         return Program(spec, compiled, lower_s + time.perf_counter() - start)
 
     with ThreadPoolExecutor(max(1, threads)) as pool:

@@ -12,7 +12,6 @@ from model_zoo.checkpoint import Checkpoint, Place, TensorInfo
 
 READABLE = ("float32", "bfloat16", "float16")
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
-_MAX_LAYERS = 10_000
 _IGNORABLE = re.compile(r".*\.rotary_emb\.(inv_freq|cos_cached|sin_cached)")  # derived from config
 
 
@@ -71,17 +70,6 @@ def place_shape(place: Place, shape: tuple[int, ...]) -> tuple[int, ...]:
     """The shape a tensor must have to fill `place` in a parameter of `shape`."""
     part = np.broadcast_to(np.int8(0), shape)[place.index].shape  # takes no memory
     return part[::-1] if place.transpose else part
-
-
-def refuse_absurd(checkpoint: Checkpoint) -> None:
-    """Layers are listed one by one before anything is compared: a damaged number must not take
-    all memory doing so."""
-    layers = checkpoint.hf_config.get("num_hidden_layers")
-    if isinstance(layers, int) and layers > _MAX_LAYERS:
-        raise ValueError(
-            f"{checkpoint.path}: config.json has num_hidden_layers={layers}, "
-            f"more than any model ({_MAX_LAYERS})"
-        )
 
 
 def _wrong_shapes(

@@ -15,7 +15,7 @@ from flax import nnx
 from model_zoo import registry
 from model_zoo.checkpoint import Checkpoint, Place
 from model_zoo.weights import region
-from model_zoo.weights.account import Account, account, check_tied, refuse_absurd
+from model_zoo.weights.account import Account, account, check_tied
 from model_zoo.weights.order import Order, share_order
 from model_zoo.weights.region import Region
 
@@ -45,7 +45,8 @@ def load_module(
     stored = param_shapes(abstract)
     config = abstract.config
     if kv_copies > 1:
-        abstract = _abstract(checkpoint, with_kv_copies(config, kv_copies))
+        copied, make = with_kv_copies(config, kv_copies), type(abstract)
+        abstract = nnx.eval_shape(lambda: make(copied, rngs=nnx.Rngs(0)))
     graph, state = nnx.split(abstract)
     leaves = dict(_dotted(state))
     targets = {path: _target(path, leaf, shardings) for path, leaf in leaves.items()}
@@ -56,6 +57,12 @@ def load_module(
         path: share_order(config, leaf.get_metadata().get("axes"), targets[path], kv_copies)
         for path, leaf in leaves.items()
     }
+    strange = [path for path in leaves if targets[path].shape != stored[path] and not orders[path]]
+    if strange:
+        raise ValueError(
+            f"{', '.join(strange)} cannot be shared among more chips than the model has kv heads; "
+            f"choose mesh.tensor={config.K} or a divisor of it"
+        )
     if checkpoint.restore:
         arrays = _restore(checkpoint, stored, targets, orders)
     else:
@@ -72,15 +79,9 @@ def abstract_module(
     """The module with shapes instead of weights, and where each tensor of the checkpoint goes."""
     if dtype not in RUNNABLE:
         raise ValueError(f"model.dtype={dtype!r} cannot run; use one of {', '.join(RUNNABLE)}")
-    refuse_absurd(checkpoint)
-    family = registry.family(checkpoint.hf_config.get("model_type", ""))
-    config = family.config_from_hf(checkpoint.hf_config, dtype=dtype, max_len=max_len)
-    return _abstract(checkpoint, config), family.places(config)
-
-
-def _abstract(checkpoint: Checkpoint, config: Any) -> Any:
-    family = registry.family(checkpoint.hf_config.get("model_type", ""))
-    return nnx.eval_shape(lambda: family.module(config, rngs=nnx.Rngs(0)))
+    family, config = registry.configure(checkpoint, dtype, max_len=max_len)
+    module = nnx.eval_shape(lambda: family.module(config, rngs=nnx.Rngs(0)))
+    return module, family.places(config)
 
 
 def with_kv_copies(config: Any, copies: int) -> Any:

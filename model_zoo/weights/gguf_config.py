@@ -1,4 +1,4 @@
-"""GGUF metadata of a llama-architecture model -> the dict that its config.json would hold."""
+"""GGUF metadata -> the dict that config.json would hold."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -6,7 +6,9 @@ from typing import Any
 
 import numpy as np
 
+from model_zoo import registry
 from model_zoo.weights.gguf_header import GGUFFile
+from model_zoo.weights.gguf_metadata import Metadata, shortest
 
 _PLAIN_ROPE = (None, "none")
 LLAMA3 = {
@@ -19,87 +21,67 @@ LLAMA3 = {
 def hf_config(file: GGUFFile, factors: Mapping[str, np.ndarray]) -> dict[str, Any]:
     """The Hugging Face config of `file`.
 
-    `factors`: the rope factor tensors of the file by name, f32[H/2] each.  Raises ValueError for
-    what the llama architecture here cannot express.
+    `factors`: the rope factor tensors of the file by name, f32[pairs] each.  Raises ValueError for
+    what no family here can express.
     """
-    meta = _Reader(file)
-    _refuse_unsupported(meta)
+    meta, family = _family(file)
     num_heads = meta.count("attention.head_count")
     hidden = meta.count("embedding_length")
-    head_dim = meta.get("attention.key_length", hidden // num_heads)
-    rotated = meta.get("rope.dimension_count", head_dim)
-    if rotated != head_dim or meta.get("attention.value_length", head_dim) != head_dim:
-        raise meta.fail(
-            f"head sizes differ: key {head_dim}, rotated {rotated}, "
-            f"value {meta.get('attention.value_length', head_dim)}"
-        )
+    head_dim = meta.count("attention.key_length", max(hidden // num_heads, 1))
+    rotated = meta.count("rope.dimension_count", head_dim)
+    value_dim = meta.count("attention.value_length", head_dim)
+    if value_dim != head_dim or (rotated != head_dim and not family.gguf.partial_rope):
+        raise meta.fail(f"head sizes differ: key {head_dim}, rotated {rotated}, value {value_dim}")
     config: dict[str, Any] = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+        "architectures": [family.architectures[0]],
+        "model_type": family.model_type,
         "hidden_act": "silu",
         "vocab_size": file.tensors["token_embd.weight"].shape[0],
         "hidden_size": hidden,
-        "intermediate_size": meta.count("feed_forward_length"),
+        "intermediate_size": meta.count(
+            "feed_forward_length", meta.get("expert_feed_forward_length")
+        ),
         "num_hidden_layers": meta.count("block_count"),
         "num_attention_heads": num_heads,
         "num_key_value_heads": meta.count("attention.head_count_kv", num_heads),
         "head_dim": head_dim,
         "max_position_embeddings": meta.count("context_length"),
-        "rms_norm_eps": _shortest(meta.get("attention.layer_norm_rms_epsilon", 1e-5)),
-        "rope_theta": _shortest(meta.get("rope.freq_base", 10_000.0)),
-        "attention_bias": "blk.0.attn_q.bias" in file.tensors,
-        "mlp_bias": "blk.0.ffn_gate.bias" in file.tensors,
-        "tie_word_embeddings": "output.weight" not in file.tensors,
+        "rms_norm_eps": meta.number("attention.layer_norm_rms_epsilon", 1e-5),
+        "rope_theta": meta.number("rope.freq_base", 10_000.0),
+        "tie_word_embeddings": not meta.has("output.weight"),
         "torch_dtype": "float32",
     }
+    if rotated != head_dim:
+        config["partial_rotary_factor"] = rotated / head_dim
     scaling = _rope_scaling(meta, factors, config)
     if scaling:
         config["rope_scaling"] = scaling
-    return config | _special_tokens(file.metadata)
+    return config | family.gguf.config(meta) | _special_tokens(file.metadata)
 
 
-class _Reader:
-    """Metadata under the architecture's prefix."""
-
-    def __init__(self, file: GGUFFile):
-        self.file = file
-
-    def fail(self, reason: str) -> ValueError:
-        return ValueError(f"{self.file.path}: {reason}; this GGUF model is not supported")
-
-    def get(self, key: str, default: Any = None) -> Any:
-        return self.file.metadata.get(f"llama.{key}", default)
-
-    def count(self, key: str, default: int | None = None) -> int:
-        """A positive whole number; an array of equal ones (one a layer) counts as one."""
-        value = self.get(key, default)
-        if isinstance(value, list) and value and value.count(value[0]) == len(value):
-            value = value[0]
-        if not isinstance(value, int) or value <= 0:
-            raise self.fail(f"metadata llama.{key} is {value!r}, not one positive number")
-        return value
-
-
-def _refuse_unsupported(meta: _Reader) -> None:
-    metadata = meta.file.metadata
-    architecture = metadata.get("general.architecture")
-    if architecture != "llama":
-        raise meta.fail(f"general.architecture is {architecture!r}, only 'llama' is supported")
-    if metadata.get("split.count", 1) > 1:
+def _family(file: GGUFFile) -> tuple[Metadata, Any]:
+    """The metadata under its prefix, and the family that runs it."""
+    name = file.metadata.get("general.architecture")
+    meta = Metadata(file, str(name))
+    model_type = registry.gguf_model_type(name, bool(meta.get("expert_count", 0)))
+    if not model_type:
+        raise meta.fail(
+            f"general.architecture is {name!r}{' with experts' if meta.get('expert_count') else ''}"
+            f", supported: {', '.join(registry.gguf_known())}"
+        )
+    if file.metadata.get("split.count", 1) != 1:
         raise ValueError(
-            f"{meta.file.path} is one part of a split GGUF; join the parts first "
+            f"{file.path} is one part of a split GGUF; join the parts first "
             f"(llama-gguf-split --merge)"
         )
-    if meta.get("expert_count", 0):
-        raise meta.fail(f"it is a mixture of {meta.get('expert_count')} experts")
-    if meta.get("attention.sliding_window", 0):
-        raise meta.fail(f"it has a sliding window of {meta.get('attention.sliding_window')}")
-    if "token_embd.weight" not in meta.file.tensors:
-        raise meta.fail("tensor token_embd.weight is missing")
+    embedding = file.tensors.get("token_embd.weight")
+    if embedding is None or len(embedding.shape) != 2:
+        raise meta.fail("tensor token_embd.weight is missing, or no matrix")
+    return meta, registry.family(model_type)
 
 
 def _rope_scaling(
-    meta: _Reader, factors: Mapping[str, np.ndarray], config: Mapping[str, Any]
+    meta: Metadata, factors: Mapping[str, np.ndarray], config: Mapping[str, Any]
 ) -> dict[str, Any] | None:
     """The rope_scaling entry of config.json; None for plain rope."""
     kind = meta.get("rope.scaling.type")
@@ -119,7 +101,7 @@ def _rope_scaling(
     return None
 
 
-def _yarn(meta: _Reader, factor: float | None) -> dict[str, Any]:
+def _yarn(meta: Metadata, factor: float | None) -> dict[str, Any]:
     if not factor or meta.get("rope.scaling.yarn_log_multiplier"):
         raise meta.fail("yarn rope scaling without a factor or with a log multiplier")
     scaling: dict[str, Any] = {
@@ -136,7 +118,7 @@ def _yarn(meta: _Reader, factor: float | None) -> dict[str, Any]:
     return scaling
 
 
-def _longrope(meta: _Reader, factors: Mapping[str, np.ndarray]) -> dict[str, Any]:
+def _longrope(meta: Metadata, factors: Mapping[str, np.ndarray]) -> dict[str, Any]:
     names = ("rope_factors_short.weight", "rope_factors_long.weight")
     if not all(name in factors for name in names):
         raise meta.fail(f"longrope needs the tensors {' and '.join(names)}")
@@ -145,7 +127,7 @@ def _longrope(meta: _Reader, factors: Mapping[str, np.ndarray]) -> dict[str, Any
         "short_factor": _floats(factors[names[0]]),
         "long_factor": _floats(factors[names[1]]),
         "original_max_position_embeddings": meta.count("rope.scaling.original_context_length"),
-        "attention_factor": _shortest(meta.get("rope.scaling.attn_factor", 1.0)),
+        "attention_factor": shortest(meta.get("rope.scaling.attn_factor", 1.0)),
     }
 
 
@@ -155,7 +137,7 @@ def _from_factors(factors: np.ndarray, config: Mapping[str, Any]) -> dict[str, A
     Llama 3 files carry their scaling only as this tensor.  What is not llama3 with the usual
     values is written as longrope with one set of factors, which says exactly the same.
     """
-    scaling = {"rope_type": "llama3", "factor": _shortest(float(factors.max()))} | LLAMA3
+    scaling = {"rope_type": "llama3", "factor": shortest(float(factors.max()))} | LLAMA3
     if np.allclose(factors, llama3_factors(config, scaling), rtol=1e-5, atol=0):
         return scaling
     return {
@@ -187,10 +169,5 @@ def _special_tokens(metadata: Mapping[str, Any]) -> dict[str, Any]:
     return {ours: metadata[key] for ours, key in names.items() if key in metadata}
 
 
-def _shortest(value: float) -> float:
-    """The shortest decimal that is the same float32: 1e-05 for 9.999999747378752e-06."""
-    return float(str(np.float32(value)))
-
-
 def _floats(values: Sequence[float] | np.ndarray) -> list[float]:
-    return [_shortest(value) for value in values]
+    return [shortest(value) for value in values]

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from model_zoo import partition
+from model_zoo.parameters import joined
 from model_zoo.weights.region import Region
 
 
@@ -47,12 +48,8 @@ def share_order(
     width = target.sharding.shard_shape(target.shape)[axis]
     if width == size:
         return None
-    name = axes[axis]
-    if name == "qkv":
-        c = config
-        sizes, counts = (c.N * c.H, c.K * c.H, c.K * c.H), (1, copies, copies)
-    else:
-        parts = partition.PARTS[str(name)]
-        sizes, counts = (size // parts,) * parts, (1,) * parts
+    name = str(axes[axis])
+    sizes = joined(config)[name]
+    counts = (1, copies, copies) if name == "qkv" else (1,) * len(sizes)
     shares = partition.shares(sizes, counts, size // width)
     return Order(axis, width, tuple(map(tuple, shares)))

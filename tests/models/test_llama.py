@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from model_zoo.llama import Llama, LlamaConfig, places
+from model_zoo.decoder import Decoder
+from model_zoo.llama import FAMILY
 from model_zoo.step_inputs import StepInputs
 from pallas_kernels.ragged_paged_attention import api
 from tests.reference import tiny
@@ -33,24 +34,24 @@ BLOCK = 16
 )
 def test_what_is_not_supported_is_refused_by_name(name, value):
     with pytest.raises(ValueError, match="rope type 'su'" if name == "rope_scaling" else name):
-        LlamaConfig.from_hf(BASE | {name: value})
+        FAMILY.config_from_hf(BASE | {name: value})
 
 
 def test_what_a_config_leaves_out_has_the_default_of_transformers():
     required = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads")
-    config = LlamaConfig.from_hf({name: BASE[name] for name in (*required, "vocab_size")})
+    config = FAMILY.config_from_hf({name: BASE[name] for name in (*required, "vocab_size")})
     assert (config.K, config.H) == (config.N, config.D // config.N)
-    assert (config.tie, config.attention_bias, config.mlp_bias) == (False, False, False)
+    assert (config.tie, config.qkv_bias, config.mlp_bias) == (False, False, False)
     assert (config.eps, config.max_position) == (1e-6, 2048)
 
 
 @pytest.mark.parametrize("name", tiny.CONFIGS)
 def test_b88_every_element_of_every_parameter_has_exactly_one_place(name):
-    config = LlamaConfig.from_hf(tiny.CONFIGS[name])
-    state = nnx.state(nnx.eval_shape(lambda: Llama(config, nnx.Rngs(0))))
+    config = FAMILY.config_from_hf(tiny.CONFIGS[name])
+    state = nnx.state(nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0))))
     shapes = {".".join(map(str, path)): leaf.shape for path, leaf in nnx.to_flat_state(state)}
     filled = {path: np.zeros(shape, int) for path, shape in shapes.items()}
-    for place in places(config).values():
+    for place in FAMILY.places(config).values():
         filled[place.path][place.index or ...] += 1
     assert all((count == 1).all() for count in filled.values())
 
@@ -80,8 +81,8 @@ def step(rows: list[tuple[int, int]], num_decodes: int, tokens: int, blocks: int
 
 
 @functools.cache
-def model(dtype: str = "float32") -> Llama:
-    return Llama(LlamaConfig.from_hf(BASE, dtype=dtype), nnx.Rngs(0))
+def model(dtype: str = "float32") -> Decoder:
+    return Decoder(FAMILY.config_from_hf(BASE, dtype=dtype), nnx.Rngs(0))
 
 
 @functools.cache

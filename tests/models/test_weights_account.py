@@ -88,10 +88,12 @@ def test_layers_that_the_config_does_not_count_are_listed(tmp_path, change):
 
 
 def test_an_absurd_config_costs_nothing(tmp_path):
-    with pytest.raises(ValueError, match="num_hidden_layers=1000000000000, more than any model"):
+    with pytest.raises(
+        ValueError, match="num_hidden_layers must be a whole number from 1 to 10000"
+    ):
         load(tmp_path, UNTIED | {"num_hidden_layers": 10**12}, WEIGHTS)
     with pytest.raises(ValueError, match="wrong shapes: model.embed_tokens.weight"):
-        load(tmp_path, UNTIED | {"vocab_size": 10**10}, WEIGHTS)
+        load(tmp_path, UNTIED | {"vocab_size": 10**9}, WEIGHTS)
 
 
 def test_a_family_that_leaves_part_of_a_parameter_empty_is_refused():
@@ -125,4 +127,4 @@ def test_unknown_families_are_refused_by_name(tmp_path):
 
 def test_a_sliding_window_is_refused(tmp_path):
     with pytest.raises(ValueError, match="sliding_window=4096 is not supported"):
-        load(tmp_path, UNTIED | {"model_type": "mistral", "sliding_window": 4096}, WEIGHTS)
+        load(tmp_path, UNTIED | {"sliding_window": 4096}, WEIGHTS)

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import sys
 import tempfile
 from collections import Counter
@@ -33,6 +34,7 @@ from tests.models.weight_files import write_folder
 from tests.reference import tiny
 
 CONFIG = tiny._with(num_attention_heads=8, num_key_value_heads=2, attention_bias=True)
+CHECKPOINTS = Path(__file__).parent.parent / "families" / "checkpoints"
 OPTIONS = (
     SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True, logprobs=3),
     SamplingParams(temperature=0.9, seed=7, max_tokens=10, ignore_eos=True, top_k=20),
@@ -44,9 +46,14 @@ COLLECTIVE = re.compile(
 
 
 def main(arguments: list[str]) -> None:
-    meshes = [tuple(map(int, text.split("x"))) for text in arguments]
+    family, *texts = arguments
+    meshes = [tuple(map(int, text.split("x"))) for text in texts]
     with tempfile.TemporaryDirectory() as name:
-        folder = write_folder(Path(name), CONFIG, tiny.make_weights(CONFIG, seed=3))
+        if family == "llama":
+            folder = write_folder(Path(name), CONFIG, tiny.make_weights(CONFIG, seed=3))
+        else:
+            folder = shutil.copytree(CHECKPOINTS / family, name, dirs_exist_ok=True)
+            folder = Path(folder)
         write_tokenizer(folder)
         found = {f"{data}x{tensor}": run(folder, data, tensor) for data, tensor in meshes}
     sys.stdout.write(json.dumps(found) + "\n")

@@ -16,12 +16,25 @@ ROOT = Path(__file__).parent.parent.parent
 ONE, MESHES = "1x1", ("1x8", "2x4")
 
 
-@pytest.fixture(scope="module")
-def found() -> dict[str, dict[str, Any]]:
-    command = [sys.executable, "-W", "error", "-m", "tests.sharding.eight_devices", ONE, *MESHES]
+def run(*arguments: str) -> dict[str, dict[str, Any]]:
+    command = [sys.executable, "-W", "error", "-m", "tests.sharding.eight_devices", *arguments]
     ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1200)
     assert ran.returncode == 0, ran.stderr
     return json.loads(ran.stdout)
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, dict[str, Any]]:
+    return run("llama", ONE, *MESHES)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["gemma2", "mixtral", "olmo2", "phi3", "qwen3"])
+def test_every_kind_of_model_gives_the_tokens_of_one_device(family):
+    """Windows and caps, experts, norms over all heads, joined checkpoints, norms of heads."""
+    both = run(family, ONE, "1x2")
+    assert both["1x2"]["tokens"] == both[ONE]["tokens"]
+    assert both["1x2"]["collectives"]["backbone[16]"]["all-reduce"] >= 2
 
 
 @pytest.mark.parametrize("mesh", MESHES)

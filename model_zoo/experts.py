@@ -1,0 +1,61 @@
+"""Mixtures of experts: top-k routing, and one grouped matmul over tokens sorted by expert."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from model_zoo.decoder_config import Moe
+from model_zoo.layers import Weights, linear
+from model_zoo.partition import split
+
+_BY_GROUP = jax.lax.RaggedDotDimensionNumbers(  # rows [m, in] by their group's [out, in]
+    dot_dimension_numbers=(([1], [2]), ([], [])),
+    lhs_ragged_dimensions=[0],
+    rhs_group_dimensions=[0],
+)
+
+
+def route(x: jax.Array, router: jax.Array, moe: Moe) -> tuple[jax.Array, jax.Array]:
+    """Weights f32[T, k] and numbers i32[T, k] of the experts of each token of x [T, D].
+
+    Softmax over all experts, then the best k (Switch and GShard order, arXiv 2101.03961).
+    """
+    weights, chosen = jax.lax.top_k(jax.nn.softmax(linear(x, router), axis=-1), moe.top_k)
+    if moe.normalise:
+        weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
+    return weights, chosen
+
+
+def moe_mlp(
+    x: jax.Array,  # [T, D]
+    real: jax.Array,  # bool[T]  False for padding, which goes to no expert and comes out zero
+    w: Weights,
+    moe: Moe,
+    activation: Callable[[jax.Array], jax.Array],
+) -> jax.Array:  # f32[T, D]
+    """The weighted sum of each token's experts, each a gated MLP.
+
+    A token's result does not depend on its neighbours: its experts are added in their own order.
+    """
+    weights, chosen = route(x, w["router"], moe)
+    group = jnp.where(real[:, None], chosen, moe.experts).reshape(-1)  # padding sorts to the end
+    order = jnp.argsort(group)
+    sizes = jnp.bincount(group, length=moe.experts).astype(jnp.int32)  # drops the padding
+    rows = x[order // moe.top_k]
+    gate, up = split(grouped_matmul(rows, w["gate_up"], sizes), "gate_up")
+    gated = (activation(gate) * up).astype(x.dtype)
+    out = grouped_matmul(gated, w["down"], sizes)
+    out = jnp.where((jnp.arange(len(order)) < jnp.sum(sizes))[:, None], out, 0)
+    by_token = out[jnp.argsort(order)].reshape(*chosen.shape, -1)
+    return jnp.sum(by_token * weights[..., None], axis=1)
+
+
+def grouped_matmul(x: jax.Array, weight: jax.Array, sizes: jax.Array) -> jax.Array:
+    """Rows x [m, in], the first sizes[0] of group 0 and so on, times weight [groups, out, in].
+
+    f32[m, out]; rows past the last group may hold anything.
+    """
+    return jax.lax.ragged_dot_general(
+        x, weight, sizes, _BY_GROUP, preferred_element_type=jnp.float32
+    )
