@@ -33,7 +33,7 @@ def run(case: Case, inputs: Inputs, dtype: str = "float32") -> np.ndarray:
     """Output of the program in float32."""
     blocks, block_size, kv_heads, width = inputs.k.shape
     kv = api.init_kv(api.kv_shape(3, blocks, block_size, kv_heads, width), dtype)
-    both = np.concatenate([inputs.k, inputs.v], -1).transpose(0, 2, 1, 3)
+    both = api.side_by_side(jnp.asarray(inputs.k), jnp.asarray(inputs.v)).transpose(0, 2, 1, 3)
     kv = jnp.full_like(kv, jnp.nan).at[LAYER].set(both.astype(kv.dtype))
     out = attention(
         jnp.asarray(inputs.q, dtype), kv, *inputs[3:], block_size=block_size, **options(case)
