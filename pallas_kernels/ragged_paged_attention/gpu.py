@@ -230,7 +230,7 @@ def _swizzle(width: int, itemsize: int) -> tuple[Any, ...]:
     return (plgpu.TilingTransform((8, size // itemsize)), plgpu.SwizzleTransform(size))
 
 
-def _kernel(  # noqa: PLR0913, PLR0915  refs in the order of the call
+def _kernel(  # noqa: C901, PLR0913, PLR0915  one kernel; refs in the order of the call
     options: Options,
     table_width: int,
     split: bool,
