@@ -28,7 +28,11 @@ def slab_lines(block_size: int, dtype: Any) -> int:
 def unsupported(kv: Any) -> str | None:
     """Why a KV of this shape cannot be written here, or None."""
     kv_heads, block_size, width = kv.shape[2:]
+    if width % 128:
+        return f"a minor axis of {width} is no multiple of 128: XLA would copy the whole KV"
     lines = slab_lines(block_size, kv.dtype)
+    if lines % (32 // kv.dtype.itemsize):
+        return f"block_size {block_size} is no multiple of a tile of {kv.dtype}"
     need = 8 * kv_heads * max(lines, 8) * max(width, 128) * 4
     if need > VMEM_LIMIT:
         return f"a slab of {lines} slots of {kv_heads} heads needs {need >> 20} MiB of VMEM"

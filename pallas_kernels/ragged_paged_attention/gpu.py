@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
-import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.experimental.pallas.mosaic_gpu as mosaic_gpu
 import jax.numpy as jnp
 from jax import lax
 
@@ -19,7 +19,9 @@ from pallas_kernels.ragged_paged_attention.combine import combine
 from pallas_kernels.ragged_paged_attention.plan import Mask, Rows
 from pallas_kernels.ragged_paged_attention.tuning import GpuSizes, Problem, gpu_sizes
 
+plgpu: Any = mosaic_gpu  # whose types do not say what it exports
 LINES = 64  # of one wgmma
+COLUMNS = 64  # of V at a time: the products of a turn then need few registers
 LOWEST = -1e30
 Ref = Any
 
@@ -29,7 +31,7 @@ class Options(NamedTuple):
 
     tile: int  # queries a piece
     blocks: int  # a turn
-    scale: float
+    scale: Any
     soft_cap: float | None
     interpret: Any
 
@@ -50,9 +52,11 @@ def unsupported(q: Any, kv: Any, block_tables: Any) -> str | None:
     """Why these shapes cannot run here, or None."""
     del block_tables
     problem = Problem.of(q, kv)
-    if problem.head_dim not in (64, 96, 128, 256):
-        return f"head_dim {problem.head_dim} is none of 64, 96, 128, 256"
-    if problem.q_dtype not in ("bfloat16", "float16") or problem.kv_dtype != problem.q_dtype:
+    if problem.head_dim not in (64, 128, 256):
+        return f"head_dim {problem.head_dim} is none of 64, 128, 256"
+    if problem.q_dtype not in ("bfloat16", "float16") or problem.kv_dtype not in (
+        *(problem.q_dtype, "int8", "float8_e4m3fn", "float8_e5m2"),
+    ):
         return f"{problem.q_dtype} queries over {problem.kv_dtype} KV have no wgmma"
     if problem.heads // problem.kv_heads > LINES:
         return f"more than {LINES} heads share a kv head"
@@ -193,23 +197,28 @@ def _run(
             jax.ShapeDtypeStruct((count, kv_heads, lines), jnp.float32),
         ]
         outs = [
-            plgpu.SMEM((LINES, width), jnp.float32, transforms=_swizzle(width, 4)),
+            plgpu.SMEM((LINES, COLUMNS), jnp.float32, transforms=_swizzle(COLUMNS, 4)),
             plgpu.SMEM((LINES,), jnp.float32),
             plgpu.SMEM((LINES,), jnp.float32),
         ]
     else:
         out_type = [jax.ShapeDtypeStruct((count, kv_heads, lines, width), dtype)]
-        outs = [plgpu.SMEM((LINES, width), dtype, transforms=_swizzle(width, 2))]
+        outs = [plgpu.SMEM((LINES, COLUMNS), dtype, transforms=_swizzle(COLUMNS, 2))]
     tiled = _swizzle(width, 2)
+    kv_size = call.kv.dtype.itemsize
     scratch = [
         plgpu.SMEM((LINES, width), dtype, transforms=tiled),
-        plgpu.SMEM((2, span, 2 * width), dtype, transforms=tiled),
+        plgpu.SMEM((2, span, 2 * width), call.kv.dtype, transforms=_swizzle(width, kv_size)),
         plgpu.Barrier(),
         plgpu.Barrier(num_arrivals=options.blocks, num_barriers=2),
         outs,
+        # One-byte KV in the dtype of the queries, as wgmma wants both operands.
+        [plgpu.SMEM((span, 2 * width), dtype, transforms=tiled)] if kv_size == 1 else [],
+        # The interpreter takes the left operand of wgmma from shared memory only.
+        [plgpu.SMEM((LINES, span), dtype, transforms=_swizzle(span, 2))]
+        if options.interpret
+        else [],
     ]
-    if options.interpret:  # takes the left operand of wgmma from shared memory only
-        scratch.append(plgpu.SMEM((LINES, span), dtype, transforms=_swizzle(span, 2)))
     return plgpu.kernel(
         functools.partial(_kernel, options, call.rows.block_tables.shape[1], split),
         out_type=out_type,
@@ -243,7 +252,8 @@ def _kernel(  # noqa: C901, PLR0913, PLR0915  one kernel; refs in the order of t
     *refs: Ref,
 ) -> None:
     num_outs = 3 if split else 1
-    outs, (q, kv, q_barrier, kv_barriers, out, *weights_ref) = refs[:num_outs], refs[num_outs:]
+    outs = refs[:num_outs]
+    q, kv, q_barrier, kv_barriers, out, widened, weights_ref = refs[num_outs:]
     head, piece = lax.axis_index("head"), lax.axis_index("piece")
     lines, width = q_ref.shape[2:]
     block_size, blocks = kv_ref.shape[3], options.blocks
@@ -253,8 +263,7 @@ def _kernel(  # noqa: C901, PLR0913, PLR0915  one kernel; refs in the order of t
     layout = plgpu.Layout.WGMMA
     by_line = layout.reduce(1)
     part = pl.ds(0, lines)
-    # V in columns of at most 64, so that the products of a turn need few registers.
-    columns = [(at, min(64, width - at)) for at in range(0, width, 64)]
+    columns = range(0, width, COLUMNS)
 
     def fetch(turn, slot):
         for index in range(blocks):
@@ -264,18 +273,29 @@ def _kernel(  # noqa: C901, PLR0913, PLR0915  one kernel; refs in the order of t
             place = kv.at[slot, pl.ds(index * block_size, block_size)]
             plgpu.copy_gmem_to_smem(source, place, kv_barriers.at[slot])
 
+    def operand(slot, start, count):
+        """Columns of K and V as wgmma takes them."""
+        at = pl.ds(start, count)
+        return widened[0].at[:, at] if widened else kv.at[slot, :, at]
+
+    def widen(slot):
+        for start in range(0, 2 * width, COLUMNS):
+            values = plgpu.layout_cast(kv[slot, :, pl.ds(start, COLUMNS)], layout)
+            widened[0][:, pl.ds(start, COLUMNS)] = values.astype(jnp.float32).astype(q.dtype)
+        plgpu.commit_smem()
+
     def scrub(turn, slot):
         """Zeros where V holds nothing: 0 x NaN is NaN."""
-        for start, count in columns:
-            place = kv.at[slot, :, pl.ds(width + start, count)]
-            at = plgpu.broadcasted_iota(jnp.int32, (span, count), 0, layout=layout) + turn * span
+        at = plgpu.broadcasted_iota(jnp.int32, (span, COLUMNS), 0, layout=layout) + turn * span
+        for start in columns:
+            place = operand(slot, width + start, COLUMNS)
             values = plgpu.layout_cast(place[...], layout)
             place[...] = jnp.where((at < end) & (at >= low), values, jnp.zeros_like(values))
         plgpu.commit_smem()
 
     def score(turn, slot):
         def multiply(acc):
-            plgpu.wgmma(acc, q, kv.at[slot, :, pl.ds(0, width)].transpose((1, 0)))
+            plgpu.wgmma(acc, q, operand(slot, 0, width).transpose((1, 0)))
             return acc[...]
 
         scores = pl.run_scoped(multiply, plgpu.ACC((LINES, span), jnp.float32))
@@ -290,15 +310,13 @@ def _kernel(  # noqa: C901, PLR0913, PLR0915  one kernel; refs in the order of t
         seen = (ahead <= 0) & (ahead > -window)
         return jnp.where(seen, scores, LOWEST), seen
 
-    def weigh(weights, slot, start, count):
+    def weigh(weights, slot, start):
         def multiply(acc):
-            operand = weights
-            if weights_ref:
-                operand = weights_ref[0]
-            plgpu.wgmma(acc, operand, kv.at[slot, :, pl.ds(width + start, count)])
+            left = weights_ref[0] if weights_ref else weights
+            plgpu.wgmma(acc, left, operand(slot, width + start, COLUMNS))
             return acc[...]
 
-        return pl.run_scoped(multiply, plgpu.ACC((LINES, count), jnp.float32))
+        return pl.run_scoped(multiply, plgpu.ACC((LINES, COLUMNS), jnp.float32))
 
     def turn_of(turn, carry):
         top, total, *sums = carry
@@ -310,6 +328,8 @@ def _kernel(  # noqa: C901, PLR0913, PLR0915  one kernel; refs in the order of t
             fetch(turn + 1, 1 - slot)
 
         plgpu.barrier_wait(kv_barriers.at[slot])
+        if widened:
+            widen(slot)
         pl.when(((turn + 1) * span > end) | (turn * span < low))(lambda: scrub(turn, slot))
         scores, seen = score(turn, slot)
         new = jnp.maximum(top, scores.max(axis=1))
@@ -317,13 +337,13 @@ def _kernel(  # noqa: C901, PLR0913, PLR0915  one kernel; refs in the order of t
         weights = jnp.where(seen, weights, 0.0)
         keep = jnp.exp(top - new)
         total = total * keep + weights.sum(axis=1)
-        weights = weights.astype(kv.dtype)
+        weights = weights.astype(q.dtype)
         if weights_ref:
             weights_ref[0][...] = weights
             plgpu.commit_smem()
         sums = [
-            old * lax.broadcast_in_dim(keep, old.shape, [0]) + weigh(weights, slot, *column)
-            for old, column in zip(sums, columns, strict=True)
+            old * lax.broadcast_in_dim(keep, old.shape, [0]) + weigh(weights, slot, start)
+            for old, start in zip(sums, columns, strict=True)
         ]
         return new, total, *sums
 
@@ -334,26 +354,28 @@ def _kernel(  # noqa: C901, PLR0913, PLR0915  one kernel; refs in the order of t
         )
         fetch(first, jnp.int32(0))
         plgpu.barrier_wait(q_barrier)
-        empty = [jnp.full((LINES, count), 0.0, jnp.float32) for _, count in columns]
+        empty = [jnp.full((LINES, COLUMNS), 0.0, jnp.float32) for _ in columns]
         state = (
             plgpu.layout_cast(jnp.full((LINES,), LOWEST, jnp.float32), by_line),
             plgpu.layout_cast(jnp.full((LINES,), 0.0, jnp.float32), by_line),
             *(plgpu.layout_cast(values, layout) for values in empty),
         )
         top, total, *sums = lax.fori_loop(first, last, turn_of, state)
-        for (start, count), values in zip(columns, sums, strict=True):
+        if split:
+            out[1][...], out[2][...] = top, total
+        for start, values in zip(columns, sums, strict=True):
             if not split:
                 safe = jnp.where(total == 0.0, 1.0, total)
                 values = values / lax.broadcast_in_dim(safe, values.shape, [0])
                 values = values * factors_ref[head, 1]
-            out[0][:, pl.ds(start, count)] = values.astype(out[0].dtype)
-        if split:
-            out[1][...] = top
-            out[2][...] = total
-        plgpu.commit_smem()
-        for place, target in zip(out, outs, strict=True):
-            plgpu.copy_smem_to_gmem(place.at[part], target.at[piece, head])
-        plgpu.wait_smem_to_gmem(0)
+            out[0][...] = values.astype(out[0].dtype)
+            plgpu.commit_smem()
+            target = outs[0].at[piece, head, :, pl.ds(start, COLUMNS)]
+            plgpu.copy_smem_to_gmem(out[0].at[part], target)
+            if split and start == 0:
+                for place, target in zip(out[1:], outs[1:], strict=True):
+                    plgpu.copy_smem_to_gmem(place.at[part], target.at[piece, head])
+            plgpu.wait_smem_to_gmem(0)
 
 
 def _query(piece: Any, q_ref: Ref, pieces_ref: Ref) -> Any:

@@ -40,7 +40,7 @@ class Options(NamedTuple):
 
     group: int  # N / K
     width: int  # H
-    scale: float
+    scale: Any
     soft_cap: float | None
     table_width: int
 
@@ -48,6 +48,11 @@ class Options(NamedTuple):
 def unsupported(q: Any, kv: Any, block_tables: Any) -> str | None:
     """Why these shapes cannot run here, or None."""
     problem = Problem.of(q, kv)
+    if problem.head_dim % 64:
+        return f"head_dim {problem.head_dim} is no multiple of 64: XLA would copy the whole KV"
+    lines = 32 // kv.dtype.itemsize
+    if problem.block_size % lines:
+        return f"block_size {problem.block_size} is no multiple of {lines}, a tile of {kv.dtype}"
     sizes = tuning.tpu_sizes(problem)
     need = max(tuning.decode_vmem(problem, sizes), tuning.tile_vmem(problem, sizes, sizes.tiles[0]))
     if need > 4 * tuning.VMEM_BUDGET:

@@ -18,6 +18,8 @@ from pallas_kernels.ragged_paged_attention.combine import combine
 from pallas_kernels.ragged_paged_attention.tuning import GpuSizes
 from tests.kernels import harness
 
+# K of slots that nobody wrote is NaN: its scores are masked after the matmul.
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")
 SIZES = GpuSizes(span=64, parts=3, part_turns=1)  # so that short contexts are split
 TOLERANCE = 4e-2  # bfloat16
 

@@ -35,7 +35,7 @@ STEP = """
 
     def report(chip, shape, slice_layer=False):
         heads, kv_heads, width, dtype, kv_dtype, size = shape
-        kv_shape = api.kv_shape(2, 1009 * 8 // kv_heads, size, kv_heads, width)
+        kv_shape = api.kv_shape(2, 4099 * 8 // kv_heads, size, kv_heads, width)
         tokens, rows, table = 128, 24, 16
         scaled = jnp.dtype(kv_dtype).itemsize == 1
 
