@@ -12,26 +12,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.ragged_paged_attention.plan import Mask, Rows
+
 DECODE_ROWS = 16  # rows that share one loop over the context
 DECODE_SPAN = 128  # positions a turn of it
 CHUNK_TILES = ((256, 256), (64, 128))  # (queries of one row that share one loop, positions a turn)
-
-
-class Rows(NamedTuple):
-    """Where the queries and the context of each row lie."""
-
-    block_tables: jax.Array  # i32[B, P]
-    query_starts: jax.Array  # i32[B + 1]
-    kv_lens: jax.Array  # i32[B]
-    num_decodes: jax.Array  # i32[]
-
-
-class Mask(NamedTuple):
-    """Which positions a query sees, and how scores are shaped."""
-
-    window: int | jax.Array | None
-    soft_cap: float | None
-    scale: float
 
 
 class Tiles(NamedTuple):
@@ -60,6 +45,25 @@ def ragged_paged_attention(
 ) -> jax.Array:  # [T, N, H]
     """See `api`."""
     return _chunks(_decode(q, kv, layer, rows, mask), q, kv, layer, rows, mask)
+
+
+def _gather(kv: jax.Array, layer: jax.Array, where: jax.Array, first: int) -> jax.Array:
+    """K (`first` 0) or V (`first` H) of the blocks `where`, i32[..., blocks]: [..., K, span, H].
+
+    One read of the wanted half, straight into its place: no copy of both halves comes first.
+    """
+    kv_heads, block_size, width = kv.shape[2], kv.shape[3], kv.shape[4] // 2
+    lead = where.shape[:-1]
+    starts = jnp.stack(jnp.broadcast_arrays(layer, where, jnp.int32(first)), axis=-1)
+    at = len(lead)
+    numbers = jax.lax.GatherDimensionNumbers(
+        offset_dims=(at, at + 2, at + 3),
+        collapsed_slice_dims=(0, 1),
+        start_index_map=(0, 1, 4),
+    )
+    sizes = (1, 1, kv_heads, block_size, width)
+    found = jax.lax.gather(kv, starts, numbers, sizes, mode=jax.lax.GatherScatterMode.CLIP)
+    return found.reshape(*lead, kv_heads, -1, width)
 
 
 def _pad_to_span(tables: jax.Array, blocks: int) -> jax.Array:
@@ -94,18 +98,16 @@ def _decode(q: jax.Array, kv: jax.Array, layer: jax.Array, batch: Rows, mask: Ma
 
         def turn(index, state):
             where = jax.lax.dynamic_slice_in_dim(group_tables, index * blocks, blocks, axis=1)
-            pages = kv[layer, where]  # [size, blocks, K, block_size, 2H]
-            pages = pages.transpose(0, 2, 1, 3, 4).reshape(size, kv_heads, span, 2 * width)
+            # With so few queries a row the matmuls are faster in float32 (measured on a CPU).
+            k = _gather(kv, layer, where, 0).astype(jnp.float32)  # [size, K, span, H]
+            v = _gather(kv, layer, where, width).astype(jnp.float32)
             positions = index * span + jnp.arange(span)
             written = positions < group_lens[:, None]
             seen = written
             if mask.window is not None:
                 seen &= positions >= group_lens[:, None] - mask.window
-            # With so few queries a row the matmuls are faster in float32 (measured on a CPU).
-            pages = pages.astype(jnp.float32)
-            return _turn(
-                state, group_q, pages, seen[:, None, None], written[:, None, :, None], mask
-            )
+            v = jnp.where(written[:, None, :, None], v, 0)
+            return _turn(state, group_q, k, v, seen[:, None, None], mask)
 
         state = jax.lax.fori_loop(low, -(-group_lens[0] // span), turn, _empty(group_q))
         return jax.lax.dynamic_update_slice_in_dim(out, _result(state), start, axis=0)
@@ -196,14 +198,17 @@ def _tile(  # noqa: PLR0913  a step's arrays, and which tile
 
     def turn(index: jax.Array, state: Softmax) -> Softmax:
         where = jax.lax.dynamic_slice(rows.block_tables, (row, index * blocks), (1, blocks))[0]
-        pages = kv[layer, where]  # [blocks, K, block_size, 2H]
-        pages = pages.transpose(1, 0, 2, 3).reshape(kv_heads, span, 2 * width)
+        k = _gather(kv, layer, where, 0)  # [K, span, H]
+        v = _gather(kv, layer, where, width)
+        if kv.dtype.itemsize == 1:  # quantised
+            k, v = k.astype(q.dtype), v.astype(q.dtype)
         positions = index * span + jnp.arange(span)
         seen = positions <= at[:, None]
         if mask.window is not None:
             seen &= positions > at[:, None] - mask.window
         seen = jnp.tile(seen, (heads // kv_heads, 1))
-        return _turn(state, folded, pages, seen, (positions < length)[:, None], mask)
+        v = jnp.where((positions < length)[:, None], v, 0)
+        return _turn(state, folded, k, v, seen, mask)
 
     end = jnp.minimum(first + size, length)
     state = jax.lax.fori_loop(low, -(-end // span), turn, _empty(folded))
@@ -219,16 +224,12 @@ def _empty(q: jax.Array) -> Softmax:
 def _turn(
     state: Softmax,
     q: jax.Array,  # [..., Q, H]
-    pages: jax.Array,  # [..., span, 2H]  K and V of the span
+    k: jax.Array,  # [..., span, H]
+    v: jax.Array,  # [..., span, H]  zero where nothing is written: 0 x NaN is NaN
     seen: jax.Array,  # bool[..., Q, span]  query sees position
-    written: jax.Array,  # bool[..., span, 1]  position holds a value at all
     mask: Mask,
 ) -> Softmax:
     """Adds one span to the state."""
-    width = q.shape[-1]
-    k = pages[..., :width]
-    # 0 x NaN is NaN: what nobody sees must be a number.
-    v = jnp.where(written, pages[..., width:], 0)
     scores = jnp.einsum("...qh,...sh->...qs", q, k, preferred_element_type=jnp.float32) * mask.scale
     if mask.soft_cap is not None:
         scores = mask.soft_cap * jnp.tanh(scores / mask.soft_cap)
