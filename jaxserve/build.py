@@ -1,6 +1,7 @@
 """The only place that assembles: a config becomes weights, runner and engine."""
 
 import dataclasses
+import math
 import os
 import time
 from collections.abc import Callable
@@ -28,6 +29,7 @@ from model_zoo import registry
 from model_zoo.partition import kv_copies
 from model_zoo.weights import load_module, open_checkpoint
 from model_zoo.weights.fill import with_kv_copies
+from pallas_kernels.ragged_paged_attention.api import kv_shape
 
 DEFAULT_DTYPE = "bfloat16"  # of model.dtype "auto"
 Log = Callable[[str], None]
@@ -131,8 +133,8 @@ def _resolve(config: EngineConfig, checkpoint: Any) -> tuple[EngineConfig, _Abst
 def block_bytes_of(model_config: Any, config: EngineConfig, dtype: str) -> int:
     """Bytes of a block on one device."""
     c = model_config
-    kv_heads = c.K // config.mesh.tensor
-    return 2 * c.L * kv_heads * c.H * config.cache.block_size * jnp.dtype(dtype).itemsize
+    shape = kv_shape(c.L, 1, config.cache.block_size, c.K // config.mesh.tensor, c.H)
+    return math.prod(shape) * jnp.dtype(dtype).itemsize
 
 
 def _pool_gib(config: EngineConfig, abstract: _Abstract, max_len: int, block_bytes: int) -> float:

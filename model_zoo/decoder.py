@@ -13,7 +13,7 @@ from model_zoo.decoder_config import DecoderConfig
 from model_zoo.experts import moe_mlp
 from model_zoo.layers import Weights, gated_mlp, linear, rms_norm, run_layers
 from model_zoo.parameters import axes, joined, shapes
-from model_zoo.partition import kv_write, ragged_paged_attention, split
+from model_zoo.partition import Kernels, kv_write, ragged_paged_attention, split
 from model_zoo.step_inputs import StepInputs
 
 _NO_WINDOW = 2**30  # of a full layer beside layers with a window: more than any context
@@ -41,10 +41,13 @@ class Decoder(nnx.Module):
             value = _random(config, path, shape, rngs).astype(config.dtype)
             setattr(owner, name, nnx.Param(value, axes=names[path]))
 
-    def forward(self, kv: Any, x: StepInputs, *, block_size: int) -> tuple[jax.Array, Any]:
+    def forward(
+        self, kv: Any, x: StepInputs, *, block_size: int, kernels: Kernels = "xla"
+    ) -> tuple[jax.Array, Any]:
         """Hidden states f32[T, D] of the step's tokens before the last norm, and the KV with them.
 
-        `x.tokens` are the real ids: seats are already resolved.
+        `x.tokens` are the real ids: seats are already resolved.  `kernels`: of attention and the KV
+        write, "auto" those of the platform that is compiled for.
         """
         c = self.config
         turns = [rope.angles(one, x.positions) for one in c.ropes]
@@ -56,7 +59,7 @@ class Decoder(nnx.Module):
         ) -> tuple[jax.Array, Any]:
             w = fixed | w
             q, k, v = self._qkv(self._before(hidden, w, "norm1"), w)
-            kv = kv_write(kv, index, x.slots, k, v)
+            kv = kv_write(kv, index, x.slots, k, v, kernels)
             mixed = ragged_paged_attention(
                 q,
                 kv,
@@ -69,6 +72,7 @@ class Decoder(nnx.Module):
                 window=w["window"],
                 soft_cap=c.attention_cap,
                 scale=c.attention_scale,
+                implementation=kernels,
             )
             mixed = linear(mixed.reshape(-1, c.N * c.H), w["out"], w.get("out_bias"))
             hidden = self._add(hidden, mixed, w, "post1")

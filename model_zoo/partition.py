@@ -10,9 +10,10 @@ reordered as the weights load, so that a chip's share has its share of every par
 The mesh is the one of the surrounding `jax.set_mesh`; without any, everything is as on one chip.
 """
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +24,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from pallas_kernels.kv_write import api as writing
 from pallas_kernels.ragged_paged_attention import api as attention
 
+Kernels = Literal["auto", "xla"]
 DATA, TENSOR = "data", "tensor"
 
 # logical axis -> mesh axes that split it; an axis that is not listed is never split
@@ -127,19 +129,23 @@ def ways_of(axis: str, size: int, mesh: Any) -> int:
     return _count(mesh, _names(axis, size, mesh))
 
 
-def kv_write(kv: Any, layer: jax.Array, slots: jax.Array, k: jax.Array, v: jax.Array) -> Any:
+def kv_write(  # noqa: PLR0913  a step's arrays, and how to run
+    kv: Any,
+    layer: jax.Array,
+    slots: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    kernels: Kernels = "xla",
+) -> Any:
     """`pallas_kernels.kv_write`, every chip for its kv heads."""
+    run = functools.partial(writing.kv_write, implementation=kernels)
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
-        return writing.kv_write(kv, layer, slots, k, v)
+        return run(kv, layer, slots, k, v)
     heads, cache = spec((None, "kv_heads", None), k.shape, mesh), kv_spec(k.shape[1], mesh)
     whole = PartitionSpec()
-    run = jax.shard_map(
-        writing.kv_write,
-        in_specs=(cache, whole, whole, heads, heads),
-        out_specs=cache,
-        check_vma=False,
-    )
+    specs = (cache, whole, whole, heads, heads)
+    run = jax.shard_map(run, in_specs=specs, out_specs=cache, check_vma=False)
     return run(kv, layer, slots, k, v)
 
 

@@ -13,7 +13,7 @@ from jaxserve.config import EngineConfig
 from jaxserve.runner import packing, sampler
 from jaxserve.runner.programs import ProgramSpec
 from jaxserve.runner.sharding import ONE_DEVICE, Sharding
-from model_zoo.partition import constrain, kv_write
+from model_zoo.partition import Kernels, constrain, kv_write
 from model_zoo.step_inputs import packed_size, step_shapes, unpack
 from pallas_kernels.ragged_paged_attention import api as attention
 
@@ -60,6 +60,9 @@ class DeviceStep:
     ):
         self.graphdef = graphdef
         self.sharding = sharding
+        # Tracing the kernels of other platforms takes a second a program; a CPU has none of its own.
+        portable = sharding.platform == "cpu"
+        self._kernels: Kernels = "xla" if portable or config.runner.kernels == "xla" else "auto"
         self.abstract_weights = sharding.weights(abstract_weights)
         self.model_config = model_config
         self.config = config
@@ -188,7 +191,9 @@ class DeviceStep:
         known = x.token_seats >= self.num_seats
         seats = jnp.where(known, 0, x.token_seats)
         x = x._replace(tokens=jnp.where(known, x.tokens, last_tokens[seats]))
-        new, kv = self._model(weights).forward(kv, x, block_size=self.config.cache.block_size)
+        new, kv = self._model(weights).forward(
+            kv, x, block_size=self.config.cache.block_size, kernels=self._kernels
+        )
         hidden = jax.lax.dynamic_update_slice(hidden, new.astype(hidden.dtype), (0, 0))
         return kv, hidden, x.num_decodes
 

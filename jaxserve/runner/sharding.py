@@ -21,6 +21,12 @@ class Sharding:
 
     mesh: Mesh | None = None
 
+    @property
+    def platform(self) -> str:
+        """Of the devices: cpu, tpu, gpu or cuda."""
+        device = jax.devices()[0] if self.mesh is None else self.mesh.devices.flat[0]
+        return device.platform
+
     def context(self) -> contextlib.AbstractContextManager[Any]:
         """Surrounds tracing and lowering; attention finds the mesh there."""
         return jax.set_mesh(self.mesh) if self.mesh is not None else contextlib.nullcontext()
