@@ -113,7 +113,7 @@ def _resolve(config: EngineConfig, checkpoint: Any) -> tuple[EngineConfig, _Abst
 
     def make(max_len: int) -> _Abstract:
         family, model_config = registry.configure(checkpoint, dtype, max_len=max_len)
-        copies = kv_copies(model_config.K, config.mesh.tensor)
+        copies = kv_copies(model_config.N, model_config.K, config.mesh.tensor)
         model_config = with_kv_copies(model_config, copies)
         module = nnx.eval_shape(lambda: family.module(model_config, nnx.Rngs(0)))
         return _Abstract(model_config, module, sharding, copies)

@@ -179,18 +179,21 @@ def kv_spec(kv_heads: int, mesh: Any) -> PartitionSpec:
     return spec(axes, [kv_heads if axis == "kv_heads" else 1 for axis in axes], mesh)
 
 
-def kv_copies(kv_heads: int, tensor: int) -> int:
+def kv_copies(heads: int, kv_heads: int, tensor: int) -> int:
     """How many equal copies of each kv head the cache must hold for `tensor` chips to have one.
 
-    Raises ValueError when neither divides the other.
+    Raises ValueError when heads cannot be shared out evenly.
     """
     if kv_heads % tensor == 0:
         return 1
-    if tensor % kv_heads == 0:
+    if tensor % kv_heads == 0 and heads % tensor == 0:
         return tensor // kv_heads
+    fitting = [
+        n for n in range(1, heads + 1) if not kv_heads % n or not (n % kv_heads or heads % n)
+    ]
     raise ValueError(
-        f"mesh.tensor={tensor} does not go with {kv_heads} kv heads; "
-        f"choose a divisor or a multiple of {kv_heads}"
+        f"mesh.tensor={tensor} does not share out {heads} heads of {kv_heads} kv heads evenly; "
+        f"choose one of {', '.join(map(str, fitting))}"
     )
 
 

@@ -110,7 +110,7 @@ def make_plan(
 def _model(config: EngineConfig, hf: dict[str, Any], max_len: int) -> tuple[Any, Any]:
     family = registry.family_of(hf)
     model_config = family.config_from_hf(hf, dtype=config.model.dtype, max_len=max_len)
-    copies = partition.kv_copies(model_config.K, config.mesh.tensor)
+    copies = partition.kv_copies(model_config.N, model_config.K, config.mesh.tensor)
     model_config = with_kv_copies(model_config, copies)
     return model_config, nnx.eval_shape(lambda: family.module(model_config, nnx.Rngs(0)))
 

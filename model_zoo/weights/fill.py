@@ -158,7 +158,7 @@ def _fill(
         read = functools.cache(source.reader(path, target, orders[path]))
 
         def shard(
-            index: tuple[slice, ...], read: Any = read, shape: tuple[int, ...] = target.shape
+            index: Any, read: Any = read, shape: tuple[int, ...] = target.shape
         ) -> np.ndarray:
             return read(tuple((s.start, s.stop) for s in region.resolve(index, shape)))
 

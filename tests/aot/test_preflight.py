@@ -17,7 +17,14 @@ ROOT = Path(__file__).parent.parent.parent
 TPU = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed"
 )
-HF = tiny._with(num_attention_heads=8, num_key_value_heads=4, head_dim=128, hidden_size=512)
+HF = tiny._with(  # weights of some MiB, so that a copy of one is told from small change
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    head_dim=128,
+    hidden_size=1024,
+    intermediate_size=2048,
+    vocab_size=4096,
+)
 SETTINGS = (
     *("--set", "model.max_len=256", "--set", "scheduler.token_budget=16"),
     *("--set", "scheduler.max_seqs=8", "--set", "buckets.tokens=16", "--set", "buckets.rows=8"),

@@ -103,3 +103,20 @@ def test_shares_give_every_chip_its_part_of_each(sizes, copies, ways):
     third = (slice(1, 2), slice(width, 2 * width))
     found = np.concatenate([param[p] for p in order.pieces(third)], axis=1)
     np.testing.assert_array_equal(found, applied[third])
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "tensor", "copies"),
+    [(32, 8, 8, 1), (32, 8, 4, 1), (32, 8, 16, 2), (64, 8, 64, 8), (9, 3, 1, 1), (9, 3, 9, 3)],
+)
+def test_every_chip_has_whole_kv_heads(heads, kv_heads, tensor, copies):
+    assert partition.kv_copies(heads, kv_heads, tensor) == copies
+    assert kv_heads * copies % tensor == 0 and heads % (kv_heads * copies) == 0
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "tensor"), [(32, 8, 3), (9, 3, 6), (8, 8, 16)])
+def test_heads_that_cannot_be_shared_out_are_refused_with_what_can(heads, kv_heads, tensor):
+    with pytest.raises(ValueError, match=f"mesh.tensor={tensor}") as caught:
+        partition.kv_copies(heads, kv_heads, tensor)
+    for choice in map(int, str(caught.value).split("one of ")[1].split(", ")):
+        assert partition.kv_copies(heads, kv_heads, choice) >= 1
