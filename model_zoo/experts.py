@@ -9,6 +9,7 @@ from model_zoo.decoder_config import Moe
 from model_zoo.layers import Weights, linear
 from model_zoo.partition import split
 
+_TILE = 32  # rows of one expert that share one matmul on a CPU
 _BY_GROUP = jax.lax.RaggedDotDimensionNumbers(  # rows [m, in] by their group's [out, in]
     dot_dimension_numbers=(([1], [2]), ([], [])),
     lhs_ragged_dimensions=[0],
@@ -38,6 +39,7 @@ def moe_mlp(
 
     A token's result does not depend on its neighbours: its experts are added in their own order.
     """
+    x = jnp.where(real[:, None], x, 0)
     weights, chosen = route(x, w["router"], moe)
     group = jnp.where(real[:, None], chosen, moe.experts).reshape(-1)  # padding sorts to the end
     order = jnp.argsort(group)
@@ -54,8 +56,38 @@ def moe_mlp(
 def grouped_matmul(x: jax.Array, weight: jax.Array, sizes: jax.Array) -> jax.Array:
     """Rows x [m, in], the first sizes[0] of group 0 and so on, times weight [groups, out, in].
 
-    f32[m, out]; rows past the last group may hold anything.
+    f32[m, out]; rows past the last group may hold anything.  XLA's ragged dot, but on a CPU, where
+    it multiplies every row with every group and reads the weights of all.
     """
+    return jax.lax.platform_dependent(x, weight, sizes, cpu=by_tiles, default=ragged)
+
+
+def ragged(x: jax.Array, weight: jax.Array, sizes: jax.Array) -> jax.Array:
+    """`grouped_matmul` by XLA."""
     return jax.lax.ragged_dot_general(
         x, weight, sizes, _BY_GROUP, preferred_element_type=jnp.float32
     )
+
+
+def by_tiles(x: jax.Array, weight: jax.Array, sizes: jax.Array) -> jax.Array:
+    """`grouped_matmul` as a loop over tiles of rows of one group: groups without rows cost
+    nothing.
+    """
+    size = min(len(x), _TILE)
+    tiles = -(-sizes // size)
+    ends, tile_ends = jnp.cumsum(sizes), jnp.cumsum(tiles)
+    rows = jnp.pad(x, ((0, size), (0, 0)))
+
+    def one_tile(index: jax.Array, out: jax.Array) -> jax.Array:
+        group = jnp.sum(tile_ends <= index)
+        before = index - tile_ends[group] + tiles[group]  # tiles of the group before this one
+        start = ends[group] - sizes[group] + before * size
+        tile = jax.lax.dynamic_slice_in_dim(rows, start, size)
+        result = linear(tile, weight[group])
+        old = jax.lax.dynamic_slice_in_dim(out, start, size)  # what lies past the group's end
+        inside = (start + jnp.arange(size) < ends[group])[:, None]
+        result = jnp.where(inside, result, old)
+        return jax.lax.dynamic_update_slice_in_dim(out, result, start, axis=0)
+
+    out = jnp.zeros((len(x) + size, weight.shape[1]), jnp.float32)
+    return jax.lax.fori_loop(0, tile_ends[-1], one_tile, out)[: len(x)]

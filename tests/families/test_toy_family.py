@@ -57,7 +57,9 @@ NAMES = {
     "self_attn.o_proj": "attention.mix",
     "input_layernorm": "one",
     "post_attention_layernorm": "two",
-    "mlp.": "",
+    "mlp.gate_proj": "gate",
+    "mlp.up_proj": "up",
+    "mlp.down_proj": "down",
 }
 
 

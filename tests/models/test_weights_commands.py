@@ -7,8 +7,10 @@ import json
 import pytest
 
 from jaxserve.cli import common, model
-from jaxserve.inspect_model import describe
+from jaxserve.inspect_model import describe, fits
+from model_zoo.decoder_config import DecoderConfig
 from model_zoo.weights import open_checkpoint
+from tests.families import cases as families
 from tests.models import weight_files as files
 from tests.reference import tiny
 
@@ -62,7 +64,39 @@ def test_inspect_reads_no_weights(folder):
 def test_inspect_says_what_is_not_supported(tmp_path, capsys):
     other = files.write_folder(tmp_path, CONFIG | {"model_type": "gpt9"}, WEIGHTS)
     assert run("inspect", other, "--json") == 0
-    assert json.loads(capsys.readouterr().out)["supported"] is False
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["supported"] is False
+    assert "model_type='gpt9', which is not supported; supported: llama" in facts["reason"]
+    assert (facts["layers"], facts["hidden_size"]) == (2, 72)
+
+
+def inspected(name, capsys):
+    assert run("inspect", families.FOLDER / name, "--json") == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_inspect_says_windows_ropes_and_experts(capsys):
+    facts = inspected("gemma3", capsys)
+    assert (facts["supported"], facts["window"], facts["window_layers"]) == (True, 13, 3)
+    assert facts["rope"] == {
+        "full_attention": {"type": "linear", "theta": 5000.0, "factor": 2.0},
+        "sliding_attention": {"type": "default", "theta": 100.0},
+    }
+    facts = inspected("qwen3_moe", capsys)
+    assert (facts["experts"], facts["experts_per_token"], facts["mlp_size"]) == (6, 3, 24)
+    assert "window" not in facts
+    assert facts["kv_bytes_per_token"] == {"float32": 2 * 3 * 2 * 16 * 4, "bfloat16": 384}
+
+
+def test_inspect_says_on_what_a_model_fits():
+    """Llama 3 70B: 131 GiB of weights and 40 GiB of KV for a request of full length."""
+    big = DecoderConfig(
+        L=80, D=8192, F=28672, N=64, K=8, H=128, V=128256, ropes=(), max_position=131072
+    )
+    found = fits(big)
+    assert found["v5e"] == "not on 8 chips"
+    assert found["v5p"].startswith("2 chips, 147,") and found["h200"].startswith("2 chips, 412,")
+    assert found["v6e"].startswith("8 chips, ")
 
 
 def test_a_rope_in_the_words_of_transformers_5_is_read(tmp_path, capsys):
