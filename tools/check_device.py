@@ -144,17 +144,14 @@ def ragged(
 
 
 def attention_calls(sizes: Sizes) -> dict[str, Callable[..., Any]]:
-    """The engine's choice for this device, and plain XLA."""
-    from pallas_kernels.ragged_paged_attention import api, xla
+    """The engine's kernel for this device, and plain XLA."""
+    from pallas_kernels.ragged_paged_attention import api
 
-    def plain(q: Any, kv: Any, layer: Any, *rows: Any) -> Any:
-        tables, starts, lens, decodes = rows
-        mask = xla.Mask(None, None, float(q.shape[-1] ** -0.5))
-        packed = xla.Rows(tables, starts, lens, decodes[0])
-        return xla.ragged_paged_attention(q, kv, layer, packed, mask)
-
-    chosen = functools.partial(api.ragged_paged_attention, block_size=sizes.block_size)
-    return {"engine": jax.jit(chosen), "xla": jax.jit(plain)}
+    call = functools.partial(api.ragged_paged_attention, block_size=sizes.block_size)
+    return {
+        "engine": jax.jit(functools.partial(call, implementation="auto")),
+        "xla": jax.jit(functools.partial(call, implementation="xla")),
+    }
 
 
 def stock(sizes: Sizes, rows: list[tuple[int, int]]) -> Callable[[], Any]:
