@@ -60,7 +60,7 @@ class DeviceStep:
     ):
         self.graphdef = graphdef
         self.sharding = sharding
-        # Tracing the kernels of other platforms takes a second a program; a CPU has none of its own.
+        # Tracing other platforms' kernels takes a second a program; a CPU has none of its own.
         portable = sharding.platform == "cpu"
         self._kernels: Kernels = "xla" if portable or config.runner.kernels == "xla" else "auto"
         self.abstract_weights = sharding.weights(abstract_weights)
