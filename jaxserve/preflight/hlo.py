@@ -13,6 +13,7 @@ _MOVES = ("copy", "copy-start", "transpose", "slice", "dynamic-slice", "convert"
 _MOVING = re.compile(
     r"(loop_|wrapped_|input_)*(copy|transpose|dynamic[-_]slice|slice|all-gather)([-_.\d]|$)"
 )
+_ALIASED = "output_to_operand_aliasing="  # of a kernel that updates its operand
 _FAST_MEMORY = re.compile(r"S\([1-9]\d*\)")  # on-chip: what is fetched there is used, not copied
 
 
@@ -38,7 +39,7 @@ def kv_copies(hlo: str, num_blocks: int) -> list[str]:
     for name, kind, arrays in _operations(hlo):
         whole = any(num_blocks in shape and not fast for shape, fast in arrays)
         moves = kind in _MOVES or (kind == "fusion" and not _in_place(name))
-        if whole and moves and not (kind == "custom-call" and "kernel" in name):
+        if whole and moves:
             found.append(f"{kind} {name}")
     return found
 
@@ -81,7 +82,8 @@ def _operations(hlo: str) -> Iterable[tuple[str, str, list[tuple[tuple[int, ...]
         if fused:
             continue
         match = _OPERATION.match(line)
-        if match:
+        in_place = match and match["op"] == "custom-call" and _ALIASED in line
+        if match and not in_place:
             arrays = [
                 (
                     tuple(int(size) for size in sizes.split(",") if size),

@@ -52,6 +52,8 @@ HloModule jit__backbone, is_scheduled=true
 %body (carry: (bf16[32,60013,1,64,256])) -> (bf16[32,60013,1,64,256]) {
   %get.1 = bf16[32,60013,1,64,256]{4,3,2,1,0} get-tuple-element(%carry), index=0
   %scatter_fusion.3 = bf16[32,60013,1,64,256]{4,3,2,1,0} fusion(%get.1), calls=%fused_computation.1
+  %kv_write.1 = bf16[32,60013,1,64,256]{4,3,2,1,0} custom-call(%get.1, %s), \
+custom_call_target="tpu_custom_call", output_to_operand_aliasing={{}: (0, {})}
   %all-reduce-start.1 = f32[1024,4096]{1,0:T(8,128)} all-reduce-start(%dot.1), channel_id=1
   %all-reduce-done.1 = f32[1024,4096]{1,0:T(8,128)} all-reduce-done(%all-reduce-start.1)
   %copy-start.4 = (bf16[32,768,4096]{2,1,0:T(8,128)(2,1)S(1)}, u32[]) copy-start(%w.1)
@@ -75,6 +77,7 @@ def test_a_program_that_copies_nothing_is_clean():
     "line",
     [
         "%copy.3 = bf16[32,60013,1,64,256]{1,4,3,2,0:T(8,128)} copy(%get.1)",
+        '%own.1 = bf16[32,60013,1,64,256] custom-call(%a), custom_call_target="tpu_custom_call"',
         "%slice.3 = bf16[1,60013,1,64,256]{4,3,2,1,0} dynamic-slice(%get.1, %i)",
         "%fusion.8 = bf16[60013,64,256]{2,1,0} fusion(%get.1), calls=%fused_computation.4",
         "%c = (bf16[32,60013,1,64,256]{4,3,2,1,0}, u32[]) copy-start(%get.1)",
