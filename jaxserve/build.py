@@ -22,9 +22,14 @@ from jaxserve.runner import allocator, compile_cache, compile_watch, memory, war
 from jaxserve.runner.device_step import DeviceStep
 from jaxserve.runner.model_runner import ModelRunner
 from jaxserve.runner.programs import compile_programs
+from jaxserve.runner.sharding import ONE_DEVICE, Sharding, device_bytes
+from jaxserve.runner.sharding import make as make_sharding
 from jaxserve.text.tokenizer import Tokenizer, load_tokenizer
 from model_zoo import registry
+from model_zoo.partition import kv_copies
 from model_zoo.weights import load_module, open_checkpoint
+from model_zoo.weights.fill import with_kv_copies
+from pallas_kernels.ragged_paged_attention.api import kv_shape
 
 DEFAULT_DTYPE = "bfloat16"  # of model.dtype "auto"
 Log = Callable[[str], None]
@@ -76,12 +81,15 @@ def _assemble(
     with ThreadPoolExecutor(2) as pool:
         loading_tokenizer = pool.submit(load_tokenizer, Path(path))
         hf_config = checkpoint.hf_config
-        made = plan(config, hf_config, pool_gib=_pool_gib(config, hf_config), where=checkpoint.path)
+        sharding = make_sharding(config.mesh.data, config.mesh.tensor)
+        pool_gib = _pool_gib(config, hf_config, sharding)
+        where = checkpoint.path
+        made = plan(config, hf_config, pool_gib=pool_gib, where=where, sharding=sharding)
         config = made.config
         tokenizer = loading_tokenizer.result()
         vocab_size = min(tokenizer.vocab_size, made.model_config.V)
         timer.mark("read")
-        loading = pool.submit(_load, checkpoint, config, timer)
+        loading = pool.submit(_load, checkpoint, made, timer)
         runner = ModelRunner(made.step(vocab_size), config, threads=_compile_threads())
         timer.mark("compile")
         runner.load(loading.result())
@@ -109,7 +117,9 @@ class Plan:
     model_config: Any  # the family's own
     module: Any  # abstract: shapes and types, no arrays
     weight_bytes: int
-    block_bytes: int  # KV of one block, all layers
+    block_bytes: int  # KV of one block, all layers; both on one device
+    sharding: Sharding = ONE_DEVICE
+    kv_copies: int = 1  # of each kv head in the cache, see `partition.kv_copies`
 
     @property
     def blocks_per_row(self) -> int:
@@ -121,11 +131,16 @@ class Plan:
         tokenizer's, where it has fewer ids than the model."""
         graphdef, weights = nnx.split(self.module)
         ids = self.model_config.V if vocab_size is None else vocab_size
-        return DeviceStep(graphdef, weights, self.model_config, self.config, ids)
+        return DeviceStep(graphdef, weights, self.model_config, self.config, ids, self.sharding)
 
 
 def plan(
-    config: EngineConfig, hf_config: dict[str, Any], *, pool_gib: float = 0.0, where: Any = ""
+    config: EngineConfig,
+    hf_config: dict[str, Any],
+    *,
+    pool_gib: float = 0.0,
+    where: Any = "",
+    sharding: Sharding = ONE_DEVICE,
 ) -> Plan:
     """What `config` comes to with a model of this config.json; touches no device and no file.
 
@@ -136,38 +151,42 @@ def plan(
     dtype = DEFAULT_DTYPE if config.model.dtype == "auto" else config.model.dtype
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, dtype=dtype))
     asked = config.model.max_len  # what was not asked for is not stretched
-    family, model_config = registry.configure(hf_config, dtype, max_len=asked, where=where)
-    max_len = model_config.longest if asked else model_config.max_position
-    block_bytes = _block_bytes(model_config, config.cache.block_size, dtype)
+    family, stored = registry.configure(hf_config, dtype, max_len=asked, where=where)
+    copies = kv_copies(stored.N, stored.K, config.mesh.tensor)
+    max_len = stored.longest if asked else stored.max_position
+    block_bytes = block_bytes_of(with_kv_copies(stored, copies), config, dtype)
     if not config.cache.num_blocks:
         gib = config.cache.memory_gib or pool_gib or memory.CPU_POOL_GIB
         cache = dataclasses.replace(config.cache, memory_gib=gib)
         config = dataclasses.replace(config, cache=cache)
     config = resolve(config, max_len, block_bytes)
-    model_config = family.config_from_hf(hf_config, dtype=dtype, max_len=config.model.max_len)
+    stored = family.config_from_hf(hf_config, dtype=dtype, max_len=config.model.max_len)
+    model_config = with_kv_copies(stored, copies)
     module = nnx.eval_shape(lambda: family.module(model_config, nnx.Rngs(0)))
-    leaves = jax.tree.leaves(nnx.split(module)[1])
-    weight_bytes = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
-    return Plan(config, model_config, module, weight_bytes, block_bytes)
+    weight_bytes = device_bytes(sharding.weights(nnx.split(module)[1]))
+    return Plan(config, model_config, module, weight_bytes, block_bytes, sharding, copies)
 
 
-def _block_bytes(model_config: Any, block_size: int, dtype: str) -> int:
+def block_bytes_of(model_config: Any, config: EngineConfig, dtype: str) -> int:
+    """Bytes of a block on one device."""
     c = model_config
-    return 2 * c.L * c.K * c.H * block_size * jnp.dtype(dtype).itemsize
+    shape = kv_shape(c.L, 1, config.cache.block_size, c.K // config.mesh.tensor, c.H)
+    return math.prod(shape) * jnp.dtype(dtype).itemsize
 
 
-def _pool_gib(config: EngineConfig, hf_config: dict[str, Any]) -> float:
+def _pool_gib(config: EngineConfig, hf_config: dict[str, Any], sharding: Sharding) -> float:
     """GiB that this device has for the pool; 0 where that need not be measured or cannot be: on a
     device that reports its memory the largest programs are compiled to find out.
     """
     stats = jax.local_devices()[0].memory_stats()
     if config.cache.num_blocks or config.cache.memory_gib or not stats:
         return 0.0
-    first = plan(config, hf_config)
+    first = plan(config, hf_config, sharding=sharding)
 
     def measure_scratch() -> int:
         small = dataclasses.replace(config.cache, num_blocks=first.blocks_per_row)
-        step = plan(dataclasses.replace(config, cache=small), hf_config).step()
+        trial = dataclasses.replace(config, cache=small)
+        step = plan(trial, hf_config, sharding=sharding).step()
         largest: dict[str, Any] = {}
         for spec in step.specs():
             if spec.bucket >= largest.setdefault(spec.kind, spec).bucket:
@@ -181,9 +200,11 @@ def _pool_gib(config: EngineConfig, hf_config: dict[str, Any]) -> float:
     return memory.pool_gib(0.0, stats, first.weight_bytes, measure_scratch)
 
 
-def _load(checkpoint: Any, config: EngineConfig, timer: "_Timer") -> Any:
+def _load(checkpoint: Any, made: Plan, timer: "_Timer") -> Any:
     start = time.perf_counter()
-    module = load_module(checkpoint, config.model.dtype)
+    shardings = made.sharding.by_path(nnx.split(made.module)[1])
+    dtype = made.config.model.dtype
+    module = load_module(checkpoint, dtype, shardings, kv_copies=made.kv_copies)
     weights = nnx.split(module)[1]
     timer.parts["weights"] = time.perf_counter() - start
     return weights

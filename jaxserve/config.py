@@ -11,6 +11,7 @@ from typing import cast
 
 MODES = ("dynamic", "fixed")
 POLICIES = ("fcfs", "priority", "round_robin", "shortest_first")
+KERNELS = ("auto", "xla")
 DTYPES = ("auto", "float32", "bfloat16")
 
 
@@ -141,16 +142,34 @@ class RunnerConfig:
 
     overlap: bool = True  # schedule and dispatch step N + 1 before step N is read
     compile_cache: str = "auto"  # auto: the user's cache folder | off | a folder
+    kernels: str = "auto"  # auto: those of the platform | xla: portable attention everywhere
+    bundle: str = ""  # a folder that `jaxserve preflight --bundle` wrote for this very machine
     prove: bool = True  # before serving, prove that every program equals the reference program
     deterministic: bool = False  # bits do not depend on load, cache hits, preemption or order
 
     def __post_init__(self) -> None:
         for name in ("overlap", "prove", "deterministic"):
             _flag(f"runner.{name}", getattr(self, name))
+        _one_of("runner.kernels", self.kernels, KERNELS)
+        if type(self.bundle) is not str:
+            raise ValueError(f"runner.bundle={self.bundle!r} must be a folder, or empty")
         if type(self.compile_cache) is not str or not self.compile_cache:
             raise ValueError(
                 f"runner.compile_cache={self.compile_cache!r} must be auto, off or a folder"
             )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MeshConfig:
+    """How many chips, and what each holds: weights and kv heads are split over `tensor`, the tokens
+    of a step over `data`."""
+
+    data: int = 1
+    tensor: int = 1
+
+    def __post_init__(self) -> None:
+        _whole("mesh.data", self.data, 1)
+        _whole("mesh.tensor", self.tensor, 1)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -163,3 +182,4 @@ class EngineConfig:
     buckets: BucketConfig = BucketConfig()
     sampling: SamplingConfig = SamplingConfig()
     runner: RunnerConfig = RunnerConfig()
+    mesh: MeshConfig = MeshConfig()

@@ -62,6 +62,11 @@ def merge(config: EngineConfig, values: Mapping[str, Any], where: str) -> Engine
     return dataclasses.replace(config, **sections)
 
 
+def loads(text: str) -> EngineConfig:
+    """The config of a TOML text, as `dump` writes it."""
+    return merge(EngineConfig(), tomllib.loads(text), "config")
+
+
 def dump(config: EngineConfig, derived: EngineConfig | None = None) -> str:
     """The config as TOML text that `read` turns back into an equal config.
 

@@ -38,6 +38,8 @@ class Checkpoint:
     hf_config: dict[str, Any]  # the contents of config.json, or the same made from metadata
     infos: Mapping[str, TensorInfo]
     read: Callable[[str], np.ndarray]
+    read_part: Callable[[str, tuple[slice, ...]], np.ndarray] | None = None
+    """Where the format allows: `read(name)[part]` without reading the rest of the tensor."""
     restore: Callable[[dict[str, Any]], dict[str, Any]] | None = None
     """Orbax only: abstract parameters by dotted path, with shardings, to arrays in them."""
 

@@ -12,10 +12,9 @@ from model_zoo import rope
 from model_zoo.decoder_config import DecoderConfig
 from model_zoo.experts import moe_mlp
 from model_zoo.layers import Weights, gated_mlp, linear, rms_norm, run_layers
-from model_zoo.parameters import axes, shapes
+from model_zoo.parameters import axes, joined, shapes
+from model_zoo.partition import Kernels, kv_write, ragged_paged_attention, split
 from model_zoo.step_inputs import StepInputs
-from pallas_kernels.kv_write.api import kv_write
-from pallas_kernels.ragged_paged_attention.api import ragged_paged_attention
 
 _NO_WINDOW = 2**30  # of a full layer beside layers with a window: more than any context
 _ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True)}
@@ -33,6 +32,10 @@ class Decoder(nnx.Module):
     Every parameter has its logical axes in its metadata, as `axes` (see `parameters`).
     """
 
+    embed: nnx.Param
+    head: nnx.Param  # where it is not the embedding
+    norm: nnx.Param
+
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
         self.config = config
         self.layers = Layers()
@@ -42,10 +45,13 @@ class Decoder(nnx.Module):
             value = _random(config, path, shape, rngs).astype(config.dtype)
             setattr(owner, name, nnx.Param(value, axes=names[path]))
 
-    def forward(self, kv: Any, x: StepInputs, *, block_size: int) -> tuple[jax.Array, Any]:
+    def forward(
+        self, kv: Any, x: StepInputs, *, block_size: int, kernels: Kernels = "xla"
+    ) -> tuple[jax.Array, Any]:
         """Hidden states f32[T, D] of the step's tokens before the last norm, and the KV with them.
 
-        `x.tokens` are the real ids: seats are already resolved.
+        `x.tokens` are the real ids: seats are already resolved.  `kernels`: of attention and the KV
+        write, "auto" those of the platform that is compiled for.
         """
         c = self.config
         turns = [rope.angles(one, x.positions) for one in c.ropes]
@@ -57,7 +63,7 @@ class Decoder(nnx.Module):
         ) -> tuple[jax.Array, Any]:
             w = fixed | w
             q, k, v = self._qkv(self._before(hidden, w, "norm1"), w)
-            kv = kv_write(kv, index, x.slots, k, v)
+            kv = kv_write(kv, index, x.slots, k, v, kernels)
             mixed = ragged_paged_attention(
                 q,
                 kv,
@@ -70,6 +76,7 @@ class Decoder(nnx.Module):
                 window=w["window"],
                 soft_cap=c.attention_cap,
                 scale=c.attention_scale,
+                implementation=kernels,
             )
             mixed = linear(mixed.reshape(-1, c.N * c.H), w["out"], w.get("out_bias"))
             hidden = self._add(hidden, mixed, w, "post1")
@@ -113,18 +120,15 @@ class Decoder(nnx.Module):
         """Rotated q [T, N, H] and k [T, K, H], and v [T, K, H]."""
         c = self.config
         qkv = linear(x, w["qkv"], w.get("qkv_bias"))
+        q, k, v = split(qkv, "qkv", joined(c)["qkv"])
         if c.qk_norm == "all":
-            sizes = (c.N * c.H, (c.N + c.K) * c.H)
-            q, k, v = jnp.split(qkv, sizes, axis=-1)
             q, k = self._norm(q, w["q_norm"]), self._norm(k, w["k_norm"])
-            qkv = jnp.concatenate([q, k, v.astype(c.dtype)], axis=-1)
-        qkv = qkv.reshape(-1, c.N + 2 * c.K, c.H)
-        q, k, v = qkv[:, : c.N], qkv[:, c.N : c.N + c.K], qkv[:, c.N + c.K :].astype(c.dtype)
+        q, k, v = (part.reshape(len(part), -1, c.H) for part in (q, k, v.astype(c.dtype)))
         if c.qk_norm == "head":
             q, k = self._norm(q, w["q_norm"]), self._norm(k, w["k_norm"])
         cos, sin = w["turns"] if "turns" in w else (part[w["rope"]] for part in w["ropes"])
-        turned = rope.rotate(jnp.concatenate([q, k], axis=1).astype(c.dtype), cos, sin)
-        return turned[:, : c.N], turned[:, c.N :], v
+        q, k = (rope.rotate(part.astype(c.dtype), cos, sin) for part in (q, k))
+        return q, k, v
 
     def _mlp(self, x: jax.Array, real: jax.Array, w: Weights) -> jax.Array:
         activation = _ACTIVATIONS[self.config.activation]

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from model_zoo.decoder_config import Moe
 from model_zoo.layers import Weights, linear
+from model_zoo.partition import split
 
 _TILE = 32  # rows of one expert that share one matmul on a CPU
 _BY_GROUP = jax.lax.RaggedDotDimensionNumbers(  # rows [m, in] by their group's [out, in]
@@ -44,7 +45,7 @@ def moe_mlp(
     order = jnp.argsort(group)
     sizes = jnp.bincount(group, length=moe.experts).astype(jnp.int32)  # drops the padding
     rows = x[order // moe.top_k]
-    gate, up = jnp.split(grouped_matmul(rows, w["gate_up"], sizes), 2, axis=-1)
+    gate, up = split(grouped_matmul(rows, w["gate_up"], sizes), "gate_up")
     gated = (activation(gate) * up).astype(x.dtype)
     out = grouped_matmul(gated, w["down"], sizes)
     out = jnp.where((jnp.arange(len(order)) < jnp.sum(sizes))[:, None], out, 0)

@@ -6,6 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from model_zoo.partition import constrain, split
+
 Weights = dict[str, Any]
 
 
@@ -34,7 +36,7 @@ def gated_mlp(
     x: jax.Array, w: Weights, activation: Callable[[jax.Array], jax.Array] = jax.nn.silu
 ) -> jax.Array:
     """down(activation(gate(x)) * up(x)) in float32 (arXiv 2002.05202); gate, up are one weight."""
-    gate, up = jnp.split(linear(x, w["gate_up"], w.get("gate_up_bias")), 2, axis=-1)
+    gate, up = split(linear(x, w["gate_up"], w.get("gate_up_bias")), "gate_up")
     gated = activation(gate) * up
     return linear(gated.astype(x.dtype), w["down"], w.get("down_bias"))
 
@@ -53,8 +55,9 @@ def run_layers(
     def body(carry, w):
         hidden, kv, index = carry
         hidden, kv = layer(hidden, kv, index, w)
+        hidden = constrain(hidden, "tokens", "embed")
         return (hidden, kv, index + 1), None
 
-    carry = (hidden, kv, jnp.zeros((), jnp.int32))
+    carry = (constrain(hidden, "tokens", "embed"), kv, jnp.zeros((), jnp.int32))
     (hidden, kv, _), _ = jax.lax.scan(body, carry, weights)
     return hidden, kv

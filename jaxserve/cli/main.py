@@ -7,9 +7,19 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from jaxserve.cli import batch, batch_merge, batch_status, bench, common, config, generate, model
+from jaxserve.cli import (
+    batch,
+    batch_merge,
+    batch_status,
+    bench,
+    common,
+    config,
+    generate,
+    model,
+    preflight,
+)
 
-_COMMANDS = (generate, batch, batch_status, batch_merge, bench, model, config)
+_COMMANDS = (generate, batch, batch_status, batch_merge, bench, preflight, model, config)
 _TWO_WORDS = ("status", "merge")  # after `batch`; an input of that name is written ./status
 
 

@@ -12,8 +12,9 @@ from flax import nnx
 from jaxserve.config import EngineConfig
 from jaxserve.runner import packing, sampler
 from jaxserve.runner.programs import ProgramSpec
+from jaxserve.runner.sharding import ONE_DEVICE, Sharding
+from model_zoo.partition import Kernels, constrain, kv_write
 from model_zoo.step_inputs import packed_size, step_shapes, unpack
-from pallas_kernels.kv_write.api import kv_write
 from pallas_kernels.ragged_paged_attention import api as attention
 
 SEED_TOKENS = 512  # tokens of one `seed_counts` call
@@ -55,9 +56,14 @@ class DeviceStep:
         model_config: Any,
         config: EngineConfig,
         vocab_size: int,
+        sharding: Sharding = ONE_DEVICE,
     ):
         self.graphdef = graphdef
-        self.abstract_weights = abstract_weights
+        self.sharding = sharding
+        # Tracing other platforms' kernels takes a second a program; a CPU has none of its own.
+        portable = sharding.platform == "cpu"
+        self._kernels: Kernels = "xla" if portable or config.runner.kernels == "xla" else "auto"
+        self.abstract_weights = sharding.weights(abstract_weights)
         self.model_config = model_config
         self.config = config
         self.vocab_size = vocab_size
@@ -69,13 +75,15 @@ class DeviceStep:
 
     def init_state(self) -> DeviceState:
         """Fresh device arrays: an empty cache."""
-        return DeviceState(
-            **jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), self._abstract_state())
-        )
+
+        def zeros(a: jax.ShapeDtypeStruct) -> jax.Array:
+            return jnp.zeros(a.shape, a.dtype, device=a.sharding)
+
+        return DeviceState(**jax.tree.map(zeros, self.abstract_state()))
 
     def specs(self) -> list[ProgramSpec]:
         """Every program this config can need; switched-off features are not among them."""
-        config, state = self.config, self._abstract_state()
+        config, state = self.config, self.abstract_state()
         i32 = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
         weights, kv, hidden = self.abstract_weights, state["kv"], state["hidden"]
         last_tokens, counts = state["last_tokens"], state["counts"]
@@ -86,7 +94,10 @@ class DeviceStep:
             function = functools.partial(self._backbone, tokens)
             specs.append(self._spec("backbone", tokens, function, arguments, (1, 2)))
         for rows in reversed(config.buckets.rows):
-            logits = jax.ShapeDtypeStruct((rows, self.model_config.V), jnp.float32)
+            shape = (rows, self.model_config.V)
+            logits = jax.ShapeDtypeStruct(
+                shape, jnp.float32, sharding=self.sharding.of(("rows", None), shape)
+            )
             packed = i32((packing.packed_length(packing.sample_spec(rows)),))
             specs.append(self._spec("head", rows, self._head, (weights, hidden, i32((rows,)))))
             specs.append(
@@ -129,9 +140,8 @@ class DeviceStep:
         """Writes `value` into K and V of `slots`, i32[n], in every layer: poison for proofs."""
         c = self.model_config
         rows = jnp.full((slots.shape[0], c.K, c.H), value, self.dtype)
-        return jax.lax.fori_loop(
-            0, c.L, lambda layer, kv: kv_write(kv, layer, slots, rows, rows), kv
-        )
+        kv = jax.lax.fori_loop(0, c.L, lambda layer, kv: kv_write(kv, layer, slots, rows, rows), kv)
+        return self.sharding.constrain_kv(kv)
 
     def shapes(self, tokens: int):
         return step_shapes(tokens, self.num_seats, self.blocks_per_row)
@@ -141,21 +151,37 @@ class DeviceStep:
         shape = attention.kv_shape(c.L, self.num_blocks, self.config.cache.block_size, c.K, c.H)
         return attention.init_kv(shape, self.config.model.dtype)
 
-    def _abstract_state(self) -> dict[str, Any]:
+    def abstract_state(self) -> dict[str, Any]:
         c, seats = self.model_config, self.num_seats
         budget = self.config.buckets.tokens[-1]
         counts = None
         if self.config.sampling.penalties:
             counts = jax.ShapeDtypeStruct((seats, c.V), jnp.int32)
-        return {
-            "kv": jax.eval_shape(self._init_kv),
+        state = {
+            "kv": self.sharding.kv(jax.eval_shape(self._init_kv)),
             "hidden": jax.ShapeDtypeStruct((budget, c.D), self.dtype),
             "last_tokens": jax.ShapeDtypeStruct((seats,), jnp.int32),
             "counts": counts,
         }
+        return self.sharding.place(state)
 
     def _spec(self, kind, bucket, function, arguments, donate=()) -> ProgramSpec:
-        return ProgramSpec(kind, bucket, _WHY[kind].format(bucket), function, arguments, donate)
+        outputs = self.sharding.whole
+        if kind == "backbone" and outputs is not None:
+            kv = jax.tree.map(lambda leaf: leaf.sharding, arguments[1])
+            outputs = (kv, outputs, outputs)
+        elif kind == "head":
+            outputs = self.sharding.of(("rows", None), (bucket, self.model_config.V))
+        return ProgramSpec(
+            kind,
+            bucket,
+            _WHY[kind].format(bucket),
+            function,
+            self.sharding.place(arguments),
+            donate,
+            outputs,
+            self.sharding,
+        )
 
     def _model(self, weights: Any) -> Any:
         return nnx.merge(self.graphdef, weights)
@@ -165,25 +191,37 @@ class DeviceStep:
         known = x.token_seats >= self.num_seats
         seats = jnp.where(known, 0, x.token_seats)
         x = x._replace(tokens=jnp.where(known, x.tokens, last_tokens[seats]))
-        new, kv = self._model(weights).forward(kv, x, block_size=self.config.cache.block_size)
+        new, kv = self._model(weights).forward(
+            kv, x, block_size=self.config.cache.block_size, kernels=self._kernels
+        )
         hidden = jax.lax.dynamic_update_slice(hidden, new.astype(hidden.dtype), (0, 0))
         return kv, hidden, x.num_decodes
 
     def _head(self, weights, hidden, token_index):
         rows = jnp.minimum(token_index, hidden.shape[0] - 1)
-        return self._model(weights).logits(hidden[rows])
+        logits = self._model(weights).logits(hidden[rows])
+        # Computed where its part of the head is, and moved then: else XLA moves the whole head.
+        return constrain(logits, None, "vocab")
 
     def _greedy(self, logits, seats, last_tokens):
-        return self._sampled(sampler.greedy(logits, self.vocab_size), seats, last_tokens)
+        sampled = self._by_rows(lambda logits: sampler.greedy(logits, self.vocab_size), logits)
+        return self._sampled(sampled, seats, last_tokens)
 
     def _random(self, logits, packed, last_tokens):
         x = packing.unpack(packed, packing.sample_spec(logits.shape[0]))
-        return self._sampled(sampler.random(logits, x, self.vocab_size), x.seats, last_tokens)
+        x = self.sharding.keep_whole(x)
+        sampled = self._by_rows(
+            lambda logits, x: sampler.random(logits, x, self.vocab_size), logits, x
+        )
+        return self._sampled(sampled, x.seats, last_tokens)
 
     def _full(self, logits, packed, last_tokens, counts):
         x = packing.unpack(packed, packing.sample_spec(logits.shape[0]))
+        x = self.sharding.keep_whole(x)
         rows = counts[jnp.minimum(x.seats, self.num_seats - 1)]
-        sampled = sampler.full(logits, rows, x, self.vocab_size)
+        sampled = self._by_rows(
+            lambda logits, rows, x: sampler.full(logits, rows, x, self.vocab_size), logits, rows, x
+        )
         counts = sampler.add_counts(counts, x.seats, sampled.tokens)
         return *self._sampled(sampled, x.seats, last_tokens), counts
 
@@ -192,7 +230,14 @@ class DeviceStep:
         return sampled.tokens, sampled.bad, last_tokens
 
     def _score(self, logits, targets):
-        return sampler.logprobs(logits, targets, self.vocab_size)
+        return self._by_rows(
+            lambda logits, targets: sampler.logprobs(logits, targets, self.vocab_size),
+            logits,
+            targets,
+        )
+
+    def _by_rows(self, function, logits, *arrays):
+        return self.sharding.by_rows(function, logits.shape[0], logits, *arrays)
 
     def _seed_counts(self, counts, seat, tokens, is_prompt, clear):
         return sampler.seed_counts(counts, seat, tokens, is_prompt, clear)

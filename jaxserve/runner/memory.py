@@ -3,9 +3,10 @@
 from collections.abc import Callable
 from typing import Any
 
+from jaxserve.runner.planned import HEADROOM
+
 GIB = 1 << 30
 CPU_POOL_GIB = 2.0
-_HEADROOM = 0.92  # share of an accelerator's memory that may be planned for
 
 
 def pool_gib(
@@ -26,7 +27,7 @@ def pool_gib(
     if not memory_stats or "bytes_limit" not in memory_stats:
         return CPU_POOL_GIB
     scratch = measure_scratch()
-    free = _HEADROOM * memory_stats["bytes_limit"] - weight_bytes - scratch
+    free = HEADROOM * memory_stats["bytes_limit"] - weight_bytes - scratch
     if free <= 0:
         raise ValueError(
             f"no memory left for the KV pool: the device has "

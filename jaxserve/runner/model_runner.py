@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxserve.batch.step import Batch, Logprobs, SeatReset, StepResult
 from jaxserve.config import EngineConfig
-from jaxserve.runner import packing
+from jaxserve.runner import agreement, packing
 from jaxserve.runner.device_step import SEED_TOKENS, DeviceStep
 from jaxserve.runner.programs import CompileCounter, Manifest, compile_programs
 
@@ -39,7 +39,9 @@ class ModelRunner:
     def __init__(self, step: DeviceStep, config: EngineConfig, *, threads: int = 1):
         self.config = config
         self.step = step
-        self.manifest = Manifest(compile_programs(step.specs(), threads=threads))
+        programs = compile_programs(step.specs(), threads=threads, stored=config.runner.bundle)
+        self.manifest = Manifest(programs)
+        self.agreement = agreement.of_processes()
         self.compiles = CompileCounter()
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="jaxserve-read")
         self._last_done = 0.0
@@ -67,6 +69,8 @@ class ModelRunner:
     def dispatch(self, batch: Batch) -> "Future[StepResult]":
         """Sends one step to the device and returns at once; steps run in the order of dispatch."""
         dispatched = time.perf_counter()
+        if self.agreement is not None:
+            self.agreement.add(batch)
         if self.state.hidden.is_deleted():  # an earlier dispatch failed after it gave the KV away
             self.state = self.step.init_state()
         for reset in batch.resets:

@@ -6,10 +6,14 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.monitoring
+
+from jaxserve.runner import bundle
+from jaxserve.runner.sharding import ONE_DEVICE, Sharding
 
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
@@ -24,6 +28,8 @@ class ProgramSpec:
     function: Callable[..., Any]
     arguments: tuple[Any, ...]  # pytrees of jax.ShapeDtypeStruct
     donate: tuple[int, ...] = ()
+    outputs: Any = None  # shardings of what it returns, a prefix of its tree; None: XLA decides
+    sharding: Sharding = ONE_DEVICE
     compiler_options: tuple[tuple[str, Any], ...] = ()
 
     @property
@@ -109,21 +115,35 @@ class Manifest:
         ]
 
 
-def compile_programs(specs: Sequence[ProgramSpec], *, threads: int = 1) -> list[Program]:
-    """Lowers one after the other (tracing holds the interpreter), compiles in `threads`."""
+def compile_programs(
+    specs: Sequence[ProgramSpec], *, threads: int = 1, stored: str = ""
+) -> list[Program]:
+    """Lowers one after the other (tracing holds the interpreter), compiles in `threads`.
+
+    `stored`: a folder of compiled programs (see `bundle`); what is there is not compiled.
+    """
 
     def compile_one(spec: ProgramSpec, lowered: Any, lower_s: float) -> Program:
         start = time.perf_counter()
-        compiled = lowered.compile(compiler_options=dict(spec.compiler_options) or None)
+        compiled = bundle.load(Path(stored), spec, lowered) if stored else None
+        if compiled is None:
+            compiled = lowered.compile(compiler_options=dict(spec.compiler_options) or None)
         return Program(spec, compiled, lower_s + time.perf_counter() - start)
 
     with ThreadPoolExecutor(max(1, threads)) as pool:
         futures = []
         for spec in specs:
             start = time.perf_counter()
-            lowered = jax.jit(spec.function, donate_argnums=spec.donate).lower(*spec.arguments)
+            lowered = lower(spec)
             futures.append(pool.submit(compile_one, spec, lowered, time.perf_counter() - start))
         return [future.result() for future in futures]
+
+
+def lower(spec: ProgramSpec, platforms: tuple[str, ...] | None = None) -> Any:
+    """The traced and lowered program; `platforms` other than those of the default device."""
+    jitted = jax.jit(spec.function, donate_argnums=spec.donate, out_shardings=spec.outputs)
+    with spec.sharding.context():
+        return jitted.trace(*spec.arguments).lower(lowering_platforms=platforms)
 
 
 class CompileCounter:

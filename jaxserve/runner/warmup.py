@@ -159,7 +159,8 @@ class _Canary:
     def _set(self, value: float) -> None:
         size = self.runner.config.cache.block_size
         slots = jnp.asarray(np.arange(len(self.blocks) * size, dtype=np.int32))
-        self.runner.state.kv = self._fill(self.runner.state.kv, slots, value)
+        with self.runner.step.sharding.context():
+            self.runner.state.kv = self._fill(self.runner.state.kv, slots, value)
 
     def _step(self, bucket: int, rows: list[tuple[int, int, int]]) -> np.ndarray:
         step, state = self.runner.step, self.runner.state

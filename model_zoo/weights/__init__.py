@@ -40,11 +40,12 @@ def load_module(
     shardings: Mapping[str, Any] | None = None,
     *,
     max_len: int = 0,
+    kv_copies: int = 1,
 ) -> Any:
     """See `model_zoo.weights.fill.load_module`."""
     from model_zoo.weights import fill
 
-    return fill.load_module(checkpoint, dtype, shardings, max_len=max_len)
+    return fill.load_module(checkpoint, dtype, shardings, max_len=max_len, kv_copies=kv_copies)
 
 
 def _open_file(path: Path) -> Checkpoint:

@@ -1,7 +1,9 @@
 """Weights from a checkpoint into a module, one parameter at a time."""
 
+import dataclasses
+import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -12,7 +14,10 @@ from flax import nnx
 
 from model_zoo import registry
 from model_zoo.checkpoint import Checkpoint, Place
+from model_zoo.weights import region
 from model_zoo.weights.account import Account, account, check_tied
+from model_zoo.weights.order import Order, share_order
+from model_zoo.weights.region import Region
 
 _THREADS = 4
 _LINE = 64  # bytes
@@ -25,26 +30,44 @@ def load_module(
     shardings: Mapping[str, jax.sharding.Sharding] | None = None,
     *,
     max_len: int = 0,
+    kv_copies: int = 1,
 ) -> Any:
     """The nnx module of `checkpoint` with its weights in place and cast to `dtype`.
 
     `shardings` gives every parameter's sharding by dotted path; without, all lie on the default
-    device.  `max_len`: longest request served, which some rope variants depend on.  The host holds
-    one parameter at a time.  Raises ValueError when the checkpoint and its config do not agree in
-    every tensor, and for a dtype other than float32 and bfloat16: float16 overflows in activations
-    of models trained in bfloat16.
+    device.  `max_len`: longest request served, which some rope variants depend on.  `kv_copies`:
+    see `partition.kv_copies`.  The host holds one parameter at a time, and of it only the shards of
+    its own devices where the format allows.  Raises ValueError when the checkpoint and its config
+    do not agree in every tensor, and for a dtype other than float32 and bfloat16: float16 overflows
+    in activations of models trained in bfloat16.
     """
     abstract, places = abstract_module(checkpoint, dtype, max_len=max_len)
+    stored = param_shapes(abstract)
+    config = abstract.config
+    if kv_copies > 1:
+        copied, make = with_kv_copies(config, kv_copies), type(abstract)
+        abstract = nnx.eval_shape(lambda: make(copied, rngs=nnx.Rngs(0)))
     graph, state = nnx.split(abstract)
     leaves = dict(_dotted(state))
     targets = {path: _target(path, leaf, shardings) for path, leaf in leaves.items()}
-    plan = account(checkpoint, places, {path: a.shape for path, a in targets.items()})
+    plan = account(checkpoint, places, stored)
     if plan.tied:
         check_tied(checkpoint)
+    orders = {
+        path: share_order(config, leaf.get_metadata().get("axes"), targets[path], kv_copies)
+        for path, leaf in leaves.items()
+    }
+    strange = [path for path in leaves if targets[path].shape != stored[path] and not orders[path]]
+    if strange:
+        raise ValueError(
+            f"{', '.join(strange)} cannot be shared among more chips than the model has kv heads; "
+            f"choose mesh.tensor={config.K} or a divisor of it"
+        )
     if checkpoint.restore:
-        arrays = checkpoint.restore(targets)
+        arrays = _restore(checkpoint, stored, targets, orders)
     else:
-        arrays = _fill(checkpoint, plan, places, targets)
+        source = _Source(checkpoint, plan, places, stored)
+        arrays = _fill(source, targets, orders)
     for path, leaf in leaves.items():
         leaf.set_value(arrays[path])
     return nnx.merge(graph, state)
@@ -63,6 +86,11 @@ def abstract_module(
     return module, family.places(config)
 
 
+def with_kv_copies(config: Any, copies: int) -> Any:
+    """A model's config in which the cache holds `copies` of every kv head."""
+    return dataclasses.replace(config, K=config.K * copies) if copies > 1 else config
+
+
 def param_shapes(module: Any) -> dict[str, tuple[int, ...]]:
     """Shapes of a module's parameters by dotted path."""
     return {path: leaf.get_value().shape for path, leaf in _dotted(nnx.state(module))}
@@ -72,19 +100,20 @@ def gather(
     checkpoint: Checkpoint,
     names: tuple[str, ...],
     places: Mapping[str, Place],
-    shape: tuple[int, ...],
-    dtype: np.dtype,
+    target: tuple[tuple[int, ...], np.dtype],  # shape and type of the parameter
+    part: Region | None = None,
 ) -> np.ndarray:
-    """One parameter on the host, put together from its tensors."""
-    param = _aligned(shape, dtype)
+    """One parameter (or a part of it) on the host, put together from its tensors."""
+    shape, dtype = target
+    wanted = part or region.whole(shape)
+    param = _aligned(region.shape_of(wanted), dtype)
 
-    def put(name: str) -> None:
-        place = places[name]
-        tensor = checkpoint.read(name).astype(dtype, copy=False)
-        param[place.index] = tensor.T if place.transpose else tensor
+    def put(found: region.Overlap) -> None:
+        tensor = region.read(checkpoint, found, places[found.name].transpose)
+        param[found.into] = tensor.astype(dtype, copy=False)
 
     with ThreadPoolExecutor(_THREADS) as pool:  # numpy works outside the interpreter's lock
-        list(pool.map(put, names))
+        list(pool.map(put, region.overlaps(names, places, wanted, shape)))
     return param
 
 
@@ -122,16 +151,76 @@ def _target(
 
 
 def _fill(
-    checkpoint: Checkpoint,
-    plan: Account,
-    places: Mapping[str, Place],
+    source: "_Source",
     targets: Mapping[str, jax.ShapeDtypeStruct],
+    orders: Mapping[str, Order | None],
 ) -> dict[str, jax.Array]:
     arrays: dict[str, jax.Array] = {}
     for path, target in targets.items():
-        host = gather(checkpoint, plan.loaded[path], places, target.shape, target.dtype)
-        arrays[path] = jax.make_array_from_callback(
-            target.shape, target.sharding, lambda index, host=host: host[index]
-        )
+        read = functools.cache(source.reader(path, target, orders[path]))
+
+        def shard(
+            index: Any, read: Any = read, shape: tuple[int, ...] = target.shape
+        ) -> np.ndarray:
+            return read(tuple((s.start, s.stop) for s in region.resolve(index, shape)))
+
+        arrays[path] = jax.make_array_from_callback(target.shape, target.sharding, shard)
         arrays[path].block_until_ready()  # so that only one parameter is on the host
+    return arrays
+
+
+@dataclasses.dataclass(frozen=True)
+class _Source:
+    """A checkpoint, and which of its tensors make up each parameter."""
+
+    checkpoint: Checkpoint
+    plan: Account
+    places: Mapping[str, Place]
+    stored: Mapping[str, tuple[int, ...]]  # shapes of the parameters in the checkpoint's order
+
+    def reader(
+        self, path: str, target: jax.ShapeDtypeStruct, order: Order | None
+    ) -> Callable[[tuple[tuple[int, int], ...]], np.ndarray]:
+        """Reads shards: from the file where the format has parts, else from the whole parameter."""
+        shape, dtype = self.stored[path], np.dtype(target.dtype)
+        make = functools.partial(
+            gather, self.checkpoint, self.plan.loaded[path], self.places, (shape, dtype)
+        )
+        every = functools.cache(make)
+        reads_parts = self.checkpoint.read_part is not None
+
+        def read(bounds: tuple[tuple[int, int], ...]) -> np.ndarray:
+            wanted = tuple(slice(*pair) for pair in bounds)
+            pieces = order.pieces(wanted) if order else [wanted]
+            if pieces == [region.whole(shape)]:
+                return every()
+            found = [make(piece) if reads_parts else every()[piece] for piece in pieces]
+            if order is None or len(found) == 1:
+                return found[0]
+            return np.concatenate(found, axis=order.axis)
+
+        return read
+
+
+def _restore(
+    checkpoint: Checkpoint,
+    stored: Mapping[str, tuple[int, ...]],
+    targets: Mapping[str, jax.ShapeDtypeStruct],
+    orders: Mapping[str, Order | None],
+) -> dict[str, jax.Array]:
+    """Arrays of the format's own reader, which knows the checkpoint's order only; what lies in
+    another is reordered on the devices, one parameter after the other.
+    """
+    assert checkpoint.restore is not None
+    wanted = {}
+    for path, target in targets.items():
+        sharding = target.sharding
+        if orders[path] and stored[path] != target.shape:  # its shares need not divide
+            sharding = jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec())
+        wanted[path] = jax.ShapeDtypeStruct(stored[path], target.dtype, sharding=sharding)
+    arrays = checkpoint.restore(wanted)
+    for path, order in orders.items():
+        if order is not None:
+            take = jax.jit(order.apply, out_shardings=targets[path].sharding, donate_argnums=0)
+            arrays[path] = take(arrays[path])
     return arrays

@@ -48,7 +48,9 @@ def open_orbax(folder: Path) -> Checkpoint:
         part = part.T if place.transpose else part
         return part.astype(numpy_dtype(infos[name].dtype), copy=False)
 
-    return Checkpoint(str(folder), config, infos, read, functools.partial(_restore, weights))
+    return Checkpoint(
+        str(folder), config, infos, read, restore=functools.partial(_restore, weights)
+    )
 
 
 def save_weights(checkpoint: Checkpoint, folder: Any, dtype: str | None) -> Manifest:
@@ -67,7 +69,7 @@ def save_weights(checkpoint: Checkpoint, folder: Any, dtype: str | None) -> Mani
     for path, names in plan.loaded.items():
         dtypes = {name: dtype or checkpoint.infos[name].dtype for name in names}
         wide = functools.reduce(jnp.promote_types, map(numpy_dtype, dtypes.values()))
-        params[path] = gather(checkpoint, names, places, shapes[path], np.dtype(wide))
+        params[path] = gather(checkpoint, names, places, (shapes[path], np.dtype(wide)))
         narrower |= {name: own for name, own in dtypes.items() if own != wide.name}
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(folder, params)

@@ -1,7 +1,7 @@
 """Hugging Face folders: config.json and one or several safetensors files."""
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -34,14 +34,20 @@ def open_safetensors(folder: Path) -> Checkpoint:
             f"use an unquantised copy or a GGUF file"
         )
     infos: dict[str, TensorInfo] = {}
-    readers: dict[str, Callable[[str], np.ndarray]] = {}
+    readers: dict[str, Any] = {}
     for path in _files(folder):
-        for name, info, read in _open_file(path):
+        for name, info, file in _open_file(path):
             if name in infos:
                 raise ValueError(f"{path}: tensor {name} is also in another shard of {folder}")
-            infos[name], readers[name] = info, read
+            infos[name], readers[name] = info, file
     _check_index(folder, infos)
-    return Checkpoint(str(folder), config, infos, lambda name: readers[name](name))
+    return Checkpoint(
+        str(folder),
+        config,
+        infos,
+        read=lambda name: readers[name].get_tensor(name),
+        read_part=lambda name, part: readers[name].get_slice(name)[part],
+    )
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -96,7 +102,7 @@ def _shard(folder: Path, name: str) -> Path:
     return folder / name
 
 
-def _open_file(path: Path) -> Iterable[tuple[str, TensorInfo, Callable[[str], np.ndarray]]]:
+def _open_file(path: Path) -> Iterable[tuple[str, TensorInfo, Any]]:
     try:
         file = safe_open(path, framework="numpy")
     except (SafetensorError, OSError) as error:
@@ -108,7 +114,7 @@ def _open_file(path: Path) -> Iterable[tuple[str, TensorInfo, Callable[[str], np
         view = file.get_slice(name)
         code = str(view.get_dtype())
         dtype = _DTYPES.get(code, code)
-        yield name, TensorInfo(tuple(view.get_shape()), dtype, dtype), file.get_tensor
+        yield name, TensorInfo(tuple(view.get_shape()), dtype, dtype), file
 
 
 def _check_index(folder: Path, infos: dict[str, TensorInfo]) -> None:

@@ -1,20 +1,17 @@
 """Writes new K and V into their slots: one scatter, in place if the KV is donated or carried."""
 
 import jax
-import jax.numpy as jnp
 
 
 def kv_write(
     kv: jax.Array,  # [L, blocks, K, block_size, 2H]
     layer: jax.Array,  # i32[]
     slots: jax.Array,  # i32[T], >= S means padding; real slots are unique
-    k: jax.Array,  # [T, K, H]
-    v: jax.Array,  # [T, K, H]
+    values: jax.Array,  # [T, K, 2H]
 ) -> jax.Array:
     """KV with token t in slot slots[t] of the layer; padding is dropped."""
     block_size = kv.shape[3]
-    values = jnp.concatenate([k, v], axis=-1).astype(kv.dtype)
     # Indices around the slice axis put the indexed axes first: the update is [T, K, 2H].
     # A padding slot's block is >= blocks, and only that is dropped: -1 would be the last block.
     where = kv.at[layer, slots // block_size, :, slots % block_size]
-    return where.set(values, mode="drop")
+    return where.set(values.astype(kv.dtype), mode="drop")

@@ -12,26 +12,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.ragged_paged_attention.plan import Mask, Rows
+
 DECODE_ROWS = 16  # rows that share one loop over the context
 DECODE_SPAN = 128  # positions a turn of it
 CHUNK_TILES = ((256, 256), (64, 128))  # (queries of one row that share one loop, positions a turn)
-
-
-class Rows(NamedTuple):
-    """Where the queries and the context of each row lie."""
-
-    block_tables: jax.Array  # i32[B, P]
-    query_starts: jax.Array  # i32[B + 1]
-    kv_lens: jax.Array  # i32[B]
-    num_decodes: jax.Array  # i32[]
-
-
-class Mask(NamedTuple):
-    """Which positions a query sees, and how scores are shaped."""
-
-    window: int | jax.Array | None
-    soft_cap: float | None
-    scale: float
 
 
 class Tiles(NamedTuple):
@@ -215,6 +200,8 @@ def _tile(  # noqa: PLR0913  a step's arrays, and which tile
         where = jax.lax.dynamic_slice(rows.block_tables, (row, index * blocks), (1, blocks))[0]
         k = _gather(kv, layer, where, 0)  # [K, span, H]
         v = _gather(kv, layer, where, width)
+        if kv.dtype.itemsize == 1:  # quantised
+            k, v = k.astype(q.dtype), v.astype(q.dtype)
         positions = index * span + jnp.arange(span)
         seen = positions <= at[:, None]
         if mask.window is not None:

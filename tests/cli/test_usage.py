@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 DETERMINISTIC = ("--set", "runner.deterministic=true", "--set", "scheduler.token_budget=64")
-COMMANDS = ("generate", "batch", "bench", "model", "config")
+COMMANDS = ("generate", "batch", "bench", "preflight", "model", "config")
 
 
 def test_help_answers_at_once_and_without_jax():

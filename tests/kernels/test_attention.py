@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from pallas_kernels.ragged_paged_attention import api, reference
 from pallas_kernels.ragged_paged_attention.cases import CASES, Case, Inputs, Shape, make_inputs
+from tests.kernels import harness
 
 LAYER = 1  # of 3; the others hold NaN, so a wrong layer shows
 TOLERANCE = {"float32": 2e-5, "bfloat16": 4e-2}
@@ -33,7 +34,7 @@ def run(case: Case, inputs: Inputs, dtype: str = "float32") -> np.ndarray:
     """Output of the program in float32."""
     blocks, block_size, kv_heads, width = inputs.k.shape
     kv = api.init_kv(api.kv_shape(3, blocks, block_size, kv_heads, width), dtype)
-    both = np.concatenate([inputs.k, inputs.v], -1).transpose(0, 2, 1, 3)
+    both = api.side_by_side(jnp.asarray(inputs.k), jnp.asarray(inputs.v)).transpose(0, 2, 1, 3)
     kv = jnp.full_like(kv, jnp.nan).at[LAYER].set(both.astype(kv.dtype))
     out = attention(
         jnp.asarray(inputs.q, dtype), kv, *inputs[3:], block_size=block_size, **options(case)
@@ -146,3 +147,46 @@ def test_a_block_size_other_than_the_cache_has_is_refused():
     kv = jnp.zeros(api.kv_shape(3, 500, 16, 2, 16))
     with pytest.raises(ValueError, match="blocks of 16 tokens, the step has 32"):
         attention(jnp.asarray(inputs.q), kv, *inputs[3:], block_size=32)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "auto"])
+@pytest.mark.parametrize("kv_dtype", ["int8", "float8_e4m3fn", "float8_e5m2"])
+def test_equals_the_reference_over_one_byte_kv(kv_dtype, implementation):
+    case = dataclasses.replace(MIXED, heads=(4, 2, 64), window=24)
+    inputs = make_inputs(case)
+    q, kv, layer, *rest, scales = harness.operands(inputs, "bfloat16", kv_dtype)
+    run = functools.partial(
+        api.ragged_paged_attention,
+        block_size=16,
+        implementation=implementation,
+    )
+    window = jnp.int32(case.window)  # an array: models whose layers differ have it as one
+    got = jax.jit(lambda *a: run(*a[:-2], kv_scales=a[-2], window=a[-1]))(
+        q, kv, layer, *rest, scales, window
+    )
+    expected = harness.want(case, inputs, "bfloat16", kv_dtype)
+    np.testing.assert_allclose(got.astype(jnp.float32), expected, rtol=0, atol=4e-2)
+
+
+def test_one_byte_kv_without_scales_is_refused():
+    inputs = make_inputs(MIXED)
+    kv = jnp.zeros(api.kv_shape(3, 500, 16, 2, 16), "int8")
+    with pytest.raises(ValueError, match="needs kv_scales"):
+        attention(jnp.asarray(inputs.q), kv, *inputs[3:], block_size=16)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "block_size", "reason"),
+    [
+        ("gpu", "float32", 16, "no wgmma"),
+        ("gpu", "bfloat16", 24, "block_size 24"),
+        ("tpu", "bfloat16", 2**16, "VMEM"),
+    ],
+)
+def test_a_named_kernel_says_why_it_cannot(name, dtype, block_size, reason):
+    q = jax.ShapeDtypeStruct((8, 4, 64), dtype)
+    kv = jax.ShapeDtypeStruct(api.kv_shape(2, 4, block_size, 2, 64), dtype)
+    i = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)  # noqa: E731
+    call = functools.partial(api.ragged_paged_attention, block_size=block_size, implementation=name)
+    with pytest.raises(ValueError, match=f"attention kernel '{name}'.*{reason}"):
+        jax.eval_shape(call, q, kv, i(), i(4, 8), i(5), i(4), i(1))

@@ -1,10 +1,17 @@
 """Laws of the KV write: each token in its slot, nothing else touched, nothing copied."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels.kv_write import tpu
+from pallas_kernels.kv_write import xla as xla_write
 from pallas_kernels.kv_write.api import kv_write
 from pallas_kernels.ragged_paged_attention import api
 
@@ -64,3 +71,85 @@ def test_as_the_carry_of_a_loop_it_is_in_place():
     kv_bytes = 2 * int(np.prod(shape))
     assert memory.alias_size_in_bytes == kv_bytes
     assert memory.temp_size_in_bytes < kv_bytes / 100
+
+
+MODES = {
+    "wait": pltpu.InterpretParams(),
+    "races": pltpu.InterpretParams(detect_races=True, dma_execution_mode="eager"),
+}
+
+
+@functools.cache
+def kernel(mode: str):
+    return jax.jit(functools.partial(tpu.kv_write, interpret=MODES[mode]))
+
+
+def equal_writes(slots: list[int], dtype: str, block_size: int, mode: str) -> None:
+    """The kernel and the scatter give the same cache, whose unwritten slots are NaN."""
+    kv = jnp.full((2, 4, HEADS, block_size, 2 * WIDTH), jnp.nan, jnp.float32)
+    kv = kv.at[1, ::2].set(1.5).astype(dtype)
+    padded = np.full(24, 4 * block_size, np.int32)
+    padded[: len(slots)] = slots
+    rng = np.random.default_rng(len(slots))
+    values = jnp.asarray(rng.standard_normal((24, HEADS, 2 * WIDTH)) * 50).astype(dtype)
+    try:
+        got = kernel(mode)(kv, jnp.int32(1), padded, values)
+        got = np.asarray(got.astype(jnp.float32))
+    except BaseException:
+        pltpu.reset_tpu_interpret_mode_state()
+        raise
+    expected = xla_write.kv_write(kv, jnp.int32(1), padded, values).astype(jnp.float32)
+    np.testing.assert_array_equal(got, expected)
+
+
+@settings(max_examples=10, derandomize=True, deadline=None)
+@given(slots=st.lists(st.integers(0, 2**31 - 1), max_size=24))
+def test_the_tpu_kernel_writes_what_the_scatter_writes(slots):
+    """Any slots in any order; a quarter of them past the end."""
+    equal_writes([*dict.fromkeys(slot % 80 for slot in slots)], "float32", 16, "wait")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "block_size"),
+    [("bfloat16", 16), ("bfloat16", 5), ("int8", 64), ("float8_e4m3fn", 32)],
+)
+def test_the_tpu_kernel_writes_any_dtype(dtype, block_size):
+    slots = [block_size - 1, 0, 3 * block_size + 1, 3 * block_size, 4 * block_size + 7, 2]
+    equal_writes(slots, dtype, block_size, "wait")
+
+
+def test_copies_of_the_tpu_kernel_do_not_race(capfd):
+    equal_writes([*range(13, 30), 40, 0, 63], "float32", 16, "races")
+    assert "RACE" not in "".join(capfd.readouterr())  # jax < 0.12 prints, newer ones raise
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn", "float8_e5m2"])
+def test_one_byte_kv_holds_the_value_over_its_scale(dtype):
+    scales = np.array([[[np.nan] * 2] * HEADS, [[0.5, 2.0], [0.25, 4.0]]], np.float32)
+    kv = jnp.zeros((2, 2, HEADS, 4, 2 * WIDTH), dtype)
+    k, v = tokens(2)
+    k[0, 0, 0], v[1, 1, 1] = 1e6, -1e6  # out of range: the largest number, not infinity
+    slots = np.array([5, 0], np.int32)
+    got = jax.jit(kv_write)(kv, jnp.int32(1), slots, k, v, scales)[1].astype(jnp.float32)
+    top = 127.0 if dtype == "int8" else float(jnp.finfo(dtype).max)
+    step = {"int8": (0.0, 0.5), "float8_e4m3fn": (1 / 16, 2**-10), "float8_e5m2": (1 / 8, 2**-17)}
+    for token, slot in enumerate(slots):
+        stored = np.asarray(got[slot // 4, :, slot % 4])
+        for half, values in enumerate((k, v)):
+            exact = np.clip(values[token] / scales[1, :, half, None], -top, top)
+            relative, absolute = step[dtype]
+            part = stored[:, half * WIDTH : (half + 1) * WIDTH]
+            np.testing.assert_allclose(part, exact, rtol=relative, atol=absolute)
+
+
+def test_one_byte_kv_without_scales_is_refused():
+    kv = jnp.zeros((2, 2, HEADS, 4, 2 * WIDTH), "int8")
+    with pytest.raises(ValueError, match="needs kv_scales"):
+        kv_write(kv, jnp.int32(0), np.zeros(1, np.int32), *tokens(1))
+
+
+def test_auto_on_a_cpu_is_the_scatter():
+    slots = np.array([7, 0, SLOTS], np.int32)
+    auto = jax.jit(functools.partial(kv_write, implementation="auto"))
+    got = auto(filled(), jnp.int32(1), slots, *tokens(3))
+    np.testing.assert_array_equal(got, kv_write(filled(), jnp.int32(1), slots, *tokens(3)))

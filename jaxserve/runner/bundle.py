@@ -1,0 +1,67 @@
+"""Compiled programs in a folder, to start without compiling: made by preflight, read by the runner.
+
+A program is found by what it was lowered to, the kind and number of its devices, and the versions
+of the compilers; whatever differs is compiled as if there were no bundle.  They are trusted as
+code is: load bundles that you made.
+"""
+
+import hashlib
+import os
+import re
+import tempfile
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.experimental import serialize_executable
+
+_COMPILERS = ("jax", "jaxlib", "libtpu", "jax-cuda13-plugin")
+
+
+def folder_of(root: Path, devices: list[Any]) -> Path:
+    """Where the programs for such devices lie, by kind, number and versions."""
+    kind = re.sub(r"\W+", "-", devices[0].device_kind).strip("-").lower()
+    found = [f"{kind}-x{len(devices)}"]
+    for name in _COMPILERS:
+        try:
+            found.append(f"{name}-{version(name)}")
+        except PackageNotFoundError:
+            continue
+    return root / "_".join(found)
+
+
+def save(root: Path, spec: Any, lowered: Any, compiled: Any) -> int:
+    """Writes a compiled program; returns its bytes.  It appears whole or not at all."""
+    payload, _, _ = serialize_executable.serialize(compiled)
+    path = folder_of(root, _devices(spec)) / _name(spec, lowered)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+        file.write(payload)
+    os.replace(file.name, path)
+    return len(payload)
+
+
+def load(root: Path, spec: Any, lowered: Any) -> Any | None:
+    """The compiled program, ready to run; None when the bundle does not have exactly this one."""
+    devices = _devices(spec)
+    path = folder_of(root, devices) / _name(spec, lowered)
+    if not path.is_file():
+        return None
+    inputs = jax.tree.structure((spec.arguments, {}))
+    with spec.sharding.context():
+        outputs = jax.tree.structure(jax.eval_shape(spec.function, *spec.arguments))
+    return serialize_executable.deserialize_and_load(
+        path.read_bytes(), inputs, outputs, execution_devices=devices
+    )
+
+
+def _devices(spec: Any) -> list[Any]:
+    mesh = spec.sharding.mesh
+    return jax.devices()[:1] if mesh is None else list(mesh.devices.flat)
+
+
+def _name(spec: Any, lowered: Any) -> str:
+    digest = hashlib.sha256(lowered.as_text().encode())
+    digest.update(repr((spec.donate, spec.compiler_options)).encode())
+    return f"{spec.kind}-{spec.bucket}-{digest.hexdigest()[:24]}.bin"

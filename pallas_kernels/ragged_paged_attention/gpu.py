@@ -1,0 +1,385 @@
+"""Ragged paged attention for Hopper GPUs (Pallas Mosaic GPU): TMA copies, wgmma matmuls.
+
+One warpgroup works on one piece: up to 64 lines (queries x heads that share a kv head) against a
+part of one row's context.  A decode's context is split into parts, so that few rows fill the chip;
+`combine` joins them.  Other GPUs, float32 and head sizes not listed here take XLA (`unsupported`).
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as mosaic_gpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.ragged_paged_attention import plan
+from pallas_kernels.ragged_paged_attention.combine import combine
+from pallas_kernels.ragged_paged_attention.plan import Mask, Rows
+from pallas_kernels.ragged_paged_attention.tuning import GpuSizes, Problem, gpu_sizes
+
+plgpu: Any = mosaic_gpu  # whose types do not say what it exports
+LINES = 64  # of one wgmma
+COLUMNS = 64  # of V at a time: the products of a turn then need few registers
+LOWEST = -1e30
+Ref = Any
+
+
+class Options(NamedTuple):
+    """What is fixed when a kernel is compiled."""
+
+    tile: int  # queries a piece
+    blocks: int  # a turn
+    scale: Any
+    soft_cap: float | None
+    interpret: Any
+
+
+class Pieces(NamedTuple):
+    """What each piece works on; columns of one i32[pieces, 7]."""
+
+    rows: jax.Array
+    positions: jax.Array  # of the first query
+    ends: jax.Array  # positions that hold a value for the piece: first..end
+    lows: jax.Array
+    first_turns: jax.Array
+    end_turns: jax.Array  # first_turns if there is nothing to do
+    windows: jax.Array
+
+
+def unsupported(q: Any, kv: Any, block_tables: Any) -> str | None:
+    """Why these shapes cannot run here, or None."""
+    del block_tables
+    problem = Problem.of(q, kv)
+    if problem.head_dim not in (64, 128, 256):
+        return f"head_dim {problem.head_dim} is none of 64, 128, 256"
+    if problem.q_dtype not in ("bfloat16", "float16") or problem.kv_dtype not in (
+        *(problem.q_dtype, "int8", "float8_e4m3fn", "float8_e5m2"),
+    ):
+        return f"{problem.q_dtype} queries over {problem.kv_dtype} KV have no wgmma"
+    if problem.heads // problem.kv_heads > LINES:
+        return f"more than {LINES} heads share a kv head"
+    size = problem.block_size
+    if size % 8 or (size > 64 and size % 64) or (size < 64 and 64 % size):
+        return f"block_size {size} is none of 8, 16, 32, or a multiple of 64"
+    if 2 * max(64, size) * 4 * problem.head_dim > 160 * 2**10:
+        return f"blocks of {size} tokens do not fit in shared memory"
+    return None
+
+
+def ragged_paged_attention(  # noqa: PLR0913  a step's arrays, and how to run
+    q: jax.Array,  # [T, N, H]
+    kv: jax.Array,  # [L, blocks, K, block_size, 2H]
+    layer: jax.Array,  # i32[]
+    rows: Rows,
+    mask: Mask,
+    factors: jax.Array | None = None,  # f32[K, 2]  k and v are the stored values times these
+    *,
+    sizes: GpuSizes | None = None,
+    interpret: Any = None,
+) -> jax.Array:  # [T, N, H]
+    """See `api`."""
+    sizes = sizes or gpu_sizes(Problem.of(q, kv), min(len(rows.kv_lens), len(q)))
+    rows = rows._replace(block_tables=jnp.clip(rows.block_tables, 0, kv.shape[1] - 1))
+    if factors is None:
+        factors = jnp.ones((kv.shape[2], 2), jnp.float32)
+    call = _Call(q, kv, jnp.asarray(layer, jnp.int32).reshape(1), rows, mask, factors)
+    out = _decode(call, sizes, interpret)
+    tile = LINES // (q.shape[1] // kv.shape[2])
+    (per_row,) = plan.chunk_tiles(rows, len(q), (tile,))
+    run = functools.partial(_tiles, call, sizes, tile, interpret)
+    return lax.cond(jnp.sum(per_row) > 0, run, lambda *operands: operands[-1], per_row, out)
+
+
+class _Call(NamedTuple):
+    q: jax.Array
+    kv: jax.Array
+    layer: jax.Array
+    rows: Rows
+    mask: Mask
+    factors: jax.Array
+
+    def window(self) -> jax.Array:
+        window = plan.NO_WINDOW if self.mask.window is None else self.mask.window
+        return jnp.asarray(window, jnp.int32)
+
+    def options(self, tile: int, blocks: int, interpret: Any) -> Options:
+        return Options(tile, blocks, self.mask.scale, self.mask.soft_cap, interpret)
+
+
+def _decode(call: _Call, sizes: GpuSizes, interpret: Any) -> jax.Array:
+    """Attention of the rows of one query; zero for all other tokens."""
+    num_tokens, heads, width = call.q.shape
+    kv_heads, block_size = call.kv.shape[2:4]
+    bound = min(len(call.rows.kv_lens), num_tokens)
+    blocks = sizes.blocks(block_size)
+    span = blocks * block_size
+    lens = jnp.where(jnp.arange(bound) < call.rows.num_decodes, call.rows.kv_lens[:bound], 0)
+    lows = jnp.maximum(lens - call.window(), 0)
+    # A row's parts depend on its own length alone, and so do its bits.
+    turns = -(-lens // span) - lows // span
+    parts = jnp.clip(-(-turns // sizes.part_turns), 1, sizes.parts)
+    part_turns = -(-turns // parts)
+    index = jnp.arange(sizes.parts)
+    first = (lows // span)[:, None] + index * part_turns[:, None]
+    last = jnp.minimum(first + part_turns[:, None], (-(-lens // span))[:, None])
+    last = jnp.maximum(first, last)
+    per_part = lambda values: jnp.repeat(values, sizes.parts)  # noqa: E731
+    pieces = Pieces(
+        rows=per_part(jnp.arange(bound)),
+        positions=per_part(lens - 1),
+        ends=per_part(lens),
+        lows=per_part(lows),
+        first_turns=first.reshape(-1),
+        end_turns=last.reshape(-1),
+        windows=jnp.broadcast_to(call.window(), bound * sizes.parts),
+    )
+    group = heads // kv_heads
+    lines = -(-group // 8) * 8
+    queries = call.q[:bound].reshape(bound, kv_heads, group, width)
+    queries = jnp.pad(queries, ((0, 0), (0, 0), (0, lines - group), (0, 0)))
+    values, top, total = _run(call, pieces, queries, call.options(1, blocks, interpret), split=True)
+    shape = (bound, sizes.parts, kv_heads, lines)
+    values, top, total = values.reshape(*shape, width), top.reshape(shape), total.reshape(shape)
+    out = combine(values, top, total, (last > first)[:, :, None, None])
+    out = (out * call.factors[:, 1, None, None])[:, :, :group].reshape(bound, heads, width)
+    return jnp.pad(out.astype(call.q.dtype), ((0, num_tokens - bound), (0, 0), (0, 0)))
+
+
+def _tiles(
+    call: _Call, sizes: GpuSizes, tile: int, interpret: Any, per_row: jax.Array, out: jax.Array
+) -> jax.Array:
+    """`out` with the rows of many queries filled in."""
+    num_tokens, heads, width = call.q.shape
+    kv_heads, block_size = call.kv.shape[2:4]
+    blocks, group = sizes.blocks(block_size), heads // kv_heads
+    span = blocks * block_size
+    starts = call.rows.query_starts[:-1]
+    tiles = plan.lay_tiles(call.rows, per_row, starts, num_tokens, tile, span, call.mask)
+    bound = len(tiles.rows)
+    pieces = Pieces(
+        rows=tiles.rows,
+        positions=tiles.positions,
+        ends=tiles.ends,
+        lows=jnp.maximum(tiles.positions + 1 - call.window(), 0),
+        first_turns=tiles.first_turns,
+        end_turns=tiles.end_turns,
+        windows=jnp.broadcast_to(call.window(), bound),
+    )
+    where = tiles.queries[:, None] + jnp.arange(tile)
+    queries = call.q[jnp.minimum(where, num_tokens - 1)]
+    queries = queries.reshape(bound, tile, kv_heads, group, width).transpose(0, 2, 3, 1, 4)
+    queries = queries.reshape(bound, kv_heads, group * tile, width)
+    queries = jnp.pad(queries, ((0, 0), (0, 0), (0, LINES - group * tile), (0, 0)))
+    (result,) = _run(call, pieces, queries, call.options(tile, blocks, interpret), split=False)
+    result = result[:, :, : group * tile].reshape(bound, kv_heads, group, tile, width)
+    result = result.transpose(0, 3, 1, 2, 4).reshape(-1, heads, width)
+    inside = (tiles.places < bound * tile)[:, None, None]
+    return jnp.where(inside, result[tiles.places], out)
+
+
+def _run(
+    call: _Call, pieces: Pieces, queries: jax.Array, options: Options, *, split: bool
+) -> list[jax.Array]:
+    """Runs the kernel; split: unnormalised float32 values, top and total, else the output.
+
+    Pieces without a turn leave their output as it is: anything.
+    """
+    count = len(pieces.rows)
+    kv_heads, lines, width = queries.shape[1:]
+    dtype = queries.dtype
+    span = options.blocks * call.kv.shape[3]
+    if split:
+        out_type = [
+            jax.ShapeDtypeStruct((count, kv_heads, lines, width), jnp.float32),
+            jax.ShapeDtypeStruct((count, kv_heads, lines), jnp.float32),
+            jax.ShapeDtypeStruct((count, kv_heads, lines), jnp.float32),
+        ]
+        outs = [
+            plgpu.SMEM((LINES, COLUMNS), jnp.float32, transforms=_swizzle(COLUMNS, 4)),
+            plgpu.SMEM((LINES,), jnp.float32),
+            plgpu.SMEM((LINES,), jnp.float32),
+        ]
+    else:
+        out_type = [jax.ShapeDtypeStruct((count, kv_heads, lines, width), dtype)]
+        outs = [plgpu.SMEM((LINES, COLUMNS), dtype, transforms=_swizzle(COLUMNS, 2))]
+    tiled = _swizzle(width, 2)
+    kv_size = call.kv.dtype.itemsize
+    scratch = [
+        plgpu.SMEM((LINES, width), dtype, transforms=tiled),
+        plgpu.SMEM((2, span, 2 * width), call.kv.dtype, transforms=_swizzle(width, kv_size)),
+        plgpu.Barrier(),
+        plgpu.Barrier(num_arrivals=options.blocks, num_barriers=2),
+        outs,
+        # One-byte KV in the dtype of the queries, as wgmma wants both operands.
+        [plgpu.SMEM((span, 2 * width), dtype, transforms=tiled)] if kv_size == 1 else [],
+        # The interpreter takes the left operand of wgmma from shared memory only.
+        [plgpu.SMEM((LINES, span), dtype, transforms=_swizzle(span, 2))]
+        if options.interpret
+        else [],
+    ]
+    return plgpu.kernel(
+        functools.partial(_kernel, options, call.rows.block_tables.shape[1], split),
+        out_type=out_type,
+        grid=(kv_heads, count),
+        grid_names=("head", "piece"),
+        scratch_types=scratch,
+        compiler_params=plgpu.CompilerParams(approx_math=False),
+        interpret=options.interpret,
+    )(
+        *(queries, call.kv, call.rows.block_tables, jnp.stack(pieces, 1)),
+        *(call.layer, call.factors),
+    )
+
+
+def _swizzle(width: int, itemsize: int) -> tuple[Any, ...]:
+    """Tiles of 8 lines x as many bytes as divide the width: what TMA and wgmma agree on."""
+    size = next(size for size in (128, 64, 32) if width * itemsize % size == 0)
+    return (plgpu.TilingTransform((8, size // itemsize)), plgpu.SwizzleTransform(size))
+
+
+def _kernel(  # noqa: C901, PLR0913, PLR0915  one kernel; refs in the order of the call
+    options: Options,
+    table_width: int,
+    split: bool,
+    q_ref: Ref,  # [pieces or rows, K, lines, H]
+    kv_ref: Ref,
+    tables_ref: Ref,
+    pieces_ref: Ref,
+    layer_ref: Ref,
+    factors_ref: Ref,
+    *refs: Ref,
+) -> None:
+    num_outs = 3 if split else 1
+    outs = refs[:num_outs]
+    q, kv, q_barrier, kv_barriers, out, widened, weights_ref = refs[num_outs:]
+    head, piece = lax.axis_index("head"), lax.axis_index("piece")
+    lines, width = q_ref.shape[2:]
+    block_size, blocks = kv_ref.shape[3], options.blocks
+    span = blocks * block_size
+    row, position, end, low, first, last, window = (pieces_ref[piece, i] for i in range(7))
+    layer = layer_ref[0]
+    layout = plgpu.Layout.WGMMA
+    by_line = layout.reduce(1)
+    part = pl.ds(0, lines)
+    columns = range(0, width, COLUMNS)
+
+    def fetch(turn, slot):
+        for index in range(blocks):
+            # What lies past the context is masked: copy the last block again.
+            at = jnp.minimum(turn * blocks + index, lax.div(end - 1, block_size))
+            source = kv_ref.at[layer, tables_ref[row, jnp.minimum(at, table_width - 1)], head]
+            place = kv.at[slot, pl.ds(index * block_size, block_size)]
+            plgpu.copy_gmem_to_smem(source, place, kv_barriers.at[slot])
+
+    def operand(slot, start, count):
+        """Columns of K and V as wgmma takes them."""
+        at = pl.ds(start, count)
+        return widened[0].at[:, at] if widened else kv.at[slot, :, at]
+
+    def widen(slot):
+        for start in range(0, 2 * width, COLUMNS):
+            values = plgpu.layout_cast(kv[slot, :, pl.ds(start, COLUMNS)], layout)
+            widened[0][:, pl.ds(start, COLUMNS)] = values.astype(jnp.float32).astype(q.dtype)
+        plgpu.commit_smem()
+
+    def scrub(turn, slot):
+        """Zeros where V holds nothing: 0 x NaN is NaN."""
+        at = plgpu.broadcasted_iota(jnp.int32, (span, COLUMNS), 0, layout=layout) + turn * span
+        for start in columns:
+            place = operand(slot, width + start, COLUMNS)
+            values = plgpu.layout_cast(place[...], layout)
+            place[...] = jnp.where((at < end) & (at >= low), values, jnp.zeros_like(values))
+        plgpu.commit_smem()
+
+    def score(turn, slot):
+        def multiply(acc):
+            plgpu.wgmma(acc, q, operand(slot, 0, width).transpose((1, 0)))
+            return acc[...]
+
+        scores = pl.run_scoped(multiply, plgpu.ACC((LINES, span), jnp.float32))
+        scores = scores * (factors_ref[head, 0] * options.scale)
+        if options.soft_cap is not None:
+            scores = options.soft_cap * jnp.tanh(scores * (1 / options.soft_cap))
+        line = plgpu.broadcasted_iota(jnp.int32, (LINES, span), 0, layout=layout)
+        column = plgpu.broadcasted_iota(jnp.int32, (LINES, span), 1, layout=layout)
+        ahead = column + turn * span - position
+        if options.tile > 1:
+            ahead = ahead - lax.rem(line, jnp.int32(options.tile))
+        seen = (ahead <= 0) & (ahead > -window)
+        return jnp.where(seen, scores, LOWEST), seen
+
+    def weigh(weights, slot, start):
+        def multiply(acc):
+            left = weights_ref[0] if weights_ref else weights
+            plgpu.wgmma(acc, left, operand(slot, width + start, COLUMNS))
+            return acc[...]
+
+        return pl.run_scoped(multiply, plgpu.ACC((LINES, COLUMNS), jnp.float32))
+
+    def turn_of(turn, carry):
+        top, total, *sums = carry
+        slot = lax.rem(turn - first, jnp.int32(2))
+
+        @pl.when(turn + 1 < last)
+        def _():
+            plgpu.commit_smem()  # reads of the other slot come before the copy into it
+            fetch(turn + 1, 1 - slot)
+
+        plgpu.barrier_wait(kv_barriers.at[slot])
+        if widened:
+            widen(slot)
+        pl.when(((turn + 1) * span > end) | (turn * span < low))(lambda: scrub(turn, slot))
+        scores, seen = score(turn, slot)
+        new = jnp.maximum(top, scores.max(axis=1))
+        weights = jnp.exp(scores - lax.broadcast_in_dim(new, scores.shape, [0]))
+        weights = jnp.where(seen, weights, 0.0)
+        keep = jnp.exp(top - new)
+        total = total * keep + weights.sum(axis=1)
+        weights = weights.astype(q.dtype)
+        if weights_ref:
+            weights_ref[0][...] = weights
+            plgpu.commit_smem()
+        sums = [
+            old * lax.broadcast_in_dim(keep, old.shape, [0]) + weigh(weights, slot, start)
+            for old, start in zip(sums, columns, strict=True)
+        ]
+        return new, total, *sums
+
+    @pl.when(first < last)
+    def _():
+        plgpu.copy_gmem_to_smem(
+            q_ref.at[_query(piece, q_ref, pieces_ref), head], q.at[part], q_barrier
+        )
+        fetch(first, jnp.int32(0))
+        plgpu.barrier_wait(q_barrier)
+        empty = [jnp.full((LINES, COLUMNS), 0.0, jnp.float32) for _ in columns]
+        state = (
+            plgpu.layout_cast(jnp.full((LINES,), LOWEST, jnp.float32), by_line),
+            plgpu.layout_cast(jnp.full((LINES,), 0.0, jnp.float32), by_line),
+            *(plgpu.layout_cast(values, layout) for values in empty),
+        )
+        top, total, *sums = lax.fori_loop(first, last, turn_of, state)
+        if split:
+            out[1][...], out[2][...] = top, total
+        for start, values in zip(columns, sums, strict=True):
+            if not split:
+                safe = jnp.where(total == 0.0, 1.0, total)
+                values = values / lax.broadcast_in_dim(safe, values.shape, [0])
+                values = values * factors_ref[head, 1]
+            out[0][...] = values.astype(out[0].dtype)
+            plgpu.commit_smem()
+            target = outs[0].at[piece, head, :, pl.ds(start, COLUMNS)]
+            plgpu.copy_smem_to_gmem(out[0].at[part], target)
+            if split and start == 0:
+                for place, target in zip(out[1:], outs[1:], strict=True):
+                    plgpu.copy_smem_to_gmem(place.at[part], target.at[piece, head])
+            plgpu.wait_smem_to_gmem(0)
+
+
+def _query(piece: Any, q_ref: Ref, pieces_ref: Ref) -> Any:
+    """Index of the piece's queries: parts of a decode share those of their row."""
+    if q_ref.shape[0] == pieces_ref.shape[0]:
+        return piece
+    return lax.div(piece, jnp.int32(pieces_ref.shape[0] // q_ref.shape[0]))

@@ -1,0 +1,160 @@
+"""`jaxserve preflight` end to end: what fits, what does not, and what is asked wrongly."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxserve.preflight import target
+from tests.reference import tiny
+from tools import preflight_configs
+
+ROOT = Path(__file__).parent.parent.parent
+TPU = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed"
+)
+HF = tiny._with(  # weights of some MiB, so that a copy of one is told from small change
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    head_dim=128,
+    hidden_size=1024,
+    intermediate_size=2048,
+    vocab_size=4096,
+)
+SETTINGS = (
+    *("--set", "model.max_len=256", "--set", "scheduler.token_budget=16"),
+    *("--set", "scheduler.max_seqs=8", "--set", "buckets.tokens=16", "--set", "buckets.rows=8"),
+    *("--set", "sampling.random=false", "--set", "sampling.penalties=false"),
+    *("--set", "sampling.logprobs=false", "--set", "cache.block_size=16"),
+)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A folder with config.json and nothing else: no weights are needed."""
+    folder = tmp_path_factory.mktemp("shapes")
+    (folder / "config.json").write_text(json.dumps(HF))
+    return str(folder)
+
+
+def preflight(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "jaxserve.cli.main", "preflight", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=1200)
+
+
+def report(*arguments: str, code: int = 0) -> dict[str, Any]:
+    ran = preflight("--json", *arguments)
+    assert ran.returncode == code, ran.stdout + ran.stderr
+    return json.loads(ran.stdout)
+
+
+def test_the_cpu_compiles_every_program_and_the_kv_stays_in_place(model: str):
+    found = report("--target", "cpu", "--model", model, *SETTINGS, "--set", "cache.num_blocks=64")
+    names = [program["name"] for program in found["programs"]]
+    assert names == ["backbone[16]", "head[8]", "greedy[8]"]
+    backbone = found["programs"][0]
+    assert found["fits"] and not found["problems"]
+    assert backbone["memory"]["aliased"] >= 61 * found["kv"]["block_bytes"]
+    assert backbone["collectives"] == {} and backbone["compile_s"] > 0
+    assert found["steps"][0]["estimated_ms"] is None  # nobody knows this machine's figures
+
+
+@TPU
+def test_a_tpu_slice_that_is_not_here(model: str):
+    """Four chips: two sums a layer and one for the embedding, KV in place, no weight is moved."""
+    settings = (*SETTINGS, "--set", "mesh.tensor=4")
+    found = report("--target", "v5e:2x2", "--model", model, *settings)
+    backbone = found["programs"][0]
+    assert found["fits"], found["problems"]
+    assert backbone["collectives"].get("all-reduce", 0) >= 2
+    assert backbone["kv_copies"] == [] and backbone["weight_copies"] == []
+    assert found["kv"]["largest_tokens"] > 100_000
+    assert found["steps"][0]["estimated_ms"] > 0
+    assert any("estimate" in line for line in found["checked"])
+
+
+@TPU
+def test_the_lints_find_what_they_are_for():
+    """In a TPU's own text: a KV that is not donated is copied, a turned weight is moved."""
+    command = [sys.executable, "-m", "tests.aot.controls"]
+    ran = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=600)
+    assert ran.returncode == 0, ran.stderr
+    found = json.loads(ran.stdout.splitlines()[-1])
+    assert found["kept"] == [] and found["weight used"] == []
+    assert found["not donated"] and found["weight turned"]
+
+
+@TPU
+@pytest.mark.slow
+def test_the_largest_pool_compiles_and_a_larger_one_does_not_fit(model: str):
+    found = report("--target", "v5e:1x1", "--model", model, "--max-kv", *SETTINGS)
+    largest = found["kv"]["largest_blocks"]
+    assert found["kv"]["searched"] and largest > 1000
+    asked = ("--target", "v5e:1x1", "--model", model, *SETTINGS, "--set")
+    assert report(*asked, f"cache.num_blocks={largest}")["fits"]
+    wrong = report(*asked, f"cache.num_blocks={2 * largest}", code=1)
+    assert wrong["problems"] and wrong["advice"]
+
+
+def test_tables_say_what_the_object_says(model: str):
+    ran = preflight("--target", "cpu", "--model", model, *SETTINGS, "--set", "cache.num_blocks=64")
+    assert ran.returncode == 0, ran.stderr
+    assert "backbone[16]" in ran.stdout and ran.stdout.rstrip().endswith("cpu: fits")
+
+
+BAD = {
+    "target": (("--target", "v99"), "is not known"),
+    "topology": (("--target", "v5e:8"), "topology"),
+    "model": (("--target", "cpu", "--model", "nobody/nothing-of-this-name"), "not known"),
+    "kv heads": (("--target", "cpu", "--set", "mesh.tensor=3", "--model", "M"), "kv heads"),
+    "context": (("--target", "cpu", "--context", "0"), "--context"),
+    "settings": (("--target", "cpu", "--set", "mesh.tensors=2"), "mesh.tensor"),
+    "gpu bundle": (("--target", "h200", "--bundle", "x", "--model", "M"), "not tuned"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_usage_is_one_line_and_exit_code_2(case: str, model: str, monkeypatch):
+    arguments, words = BAD[case]
+    if case == "gpu bundle" and target.missing_compiler(target.parse("h200")):
+        words = "jaxserve[cuda]"
+    ran = preflight(*(model if word == "M" else word for word in arguments))
+    assert ran.returncode == 2, ran.stderr
+    assert words in ran.stderr and len(ran.stderr.splitlines()) == 1
+    assert ran.stdout == ""
+
+
+@pytest.mark.parametrize(("name", "extra"), [("v5e:2x4", "tpu"), ("h200", "cuda")])
+def test_a_missing_extra_is_named(name: str, extra: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda module: None)
+    message = target.missing_compiler(target.parse(name))
+    assert message is not None and f"pip install 'jaxserve[{extra}]'" in message
+
+
+def test_every_config_has_a_target_and_the_shapes_of_its_model():
+    from jaxserve import settings
+    from jaxserve.preflight import describe
+
+    names = {path.stem for path in preflight_configs.CONFIGS.glob("*.toml")}
+    assert names == set(preflight_configs.TARGETS)
+    for name, wanted in preflight_configs.TARGETS.items():
+        path = preflight_configs.CONFIGS / f"{name}.toml"
+        config = settings.read(path)
+        assert describe.hf_config(config.model.name, path)["num_hidden_layers"] > 1
+        devices = target.num_devices(target.parse(wanted))
+        assert config.mesh.data * config.mesh.tensor == (devices or 1), name
+        assert wanted == "cpu" or f"--target {wanted} " in path.read_text(), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", preflight_configs.TARGETS)
+def test_every_config_passes(name: str):
+    missing = target.missing_compiler(target.parse(preflight_configs.TARGETS[name]))
+    if missing:
+        pytest.skip(missing)
+    code, found = preflight_configs.preflight(name)
+    assert code == 0, found
