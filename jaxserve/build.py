@@ -81,6 +81,7 @@ def _assemble(
     with ThreadPoolExecutor(2) as pool:
         loading_tokenizer = pool.submit(load_tokenizer, Path(path))
         hf_config = checkpoint.hf_config
+        config = _with_layers(config)
         sharding = make_sharding(config.mesh.data, config.mesh.tensor)
         pool_gib = _pool_gib(config, hf_config, sharding)
         where = checkpoint.path
@@ -107,6 +108,16 @@ def _assemble(
     engine = Engine(config, runner, limits, on_step=on_step)
     engine.set_costs(runner.costs())
     return Assembly(engine, runner, tokenizer, config, timer.parts)
+
+
+def _with_layers(config: EngineConfig) -> EngineConfig:
+    """How the layers run where the config leaves it open; a bundle has whole backbones."""
+    layers = config.runner.layers
+    if layers == "auto":
+        alone = config.mesh.data * config.mesh.tensor == 1 and not config.runner.bundle
+        layers = "calls" if alone and jax.default_backend() == "cpu" else "loop"
+    runner = dataclasses.replace(config.runner, layers=layers)
+    return dataclasses.replace(config, runner=runner)
 
 
 @dataclasses.dataclass(frozen=True)

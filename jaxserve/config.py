@@ -13,6 +13,7 @@ MODES = ("dynamic", "fixed")
 POLICIES = ("fcfs", "priority", "round_robin", "shortest_first")
 KERNELS = ("auto", "xla")
 DTYPES = ("auto", "float32", "bfloat16")
+LAYERS = ("auto", "loop", "calls")
 
 
 def _whole(name: str, value: object, low: int) -> None:
@@ -145,6 +146,7 @@ class RunnerConfig:
     kernels: str = "auto"  # auto: those of the platform | xla: portable attention everywhere
     bundle: str = ""  # a folder that `jaxserve preflight --bundle` wrote for this very machine
     prove: bool = True  # before serving, prove that every program equals the reference program
+    layers: str = "auto"  # auto: calls on a CPU | loop: one program | calls: one call a layer
     deterministic: bool = False  # bits do not depend on load, cache hits, preemption or order
 
     def __post_init__(self) -> None:
@@ -153,6 +155,7 @@ class RunnerConfig:
         _one_of("runner.kernels", self.kernels, KERNELS)
         if type(self.bundle) is not str:
             raise ValueError(f"runner.bundle={self.bundle!r} must be a folder, or empty")
+        _one_of("runner.layers", self.layers, LAYERS)
         if type(self.compile_cache) is not str or not self.compile_cache:
             raise ValueError(
                 f"runner.compile_cache={self.compile_cache!r} must be auto, off or a folder"

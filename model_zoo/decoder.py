@@ -11,7 +11,7 @@ from flax import nnx
 from model_zoo import rope
 from model_zoo.decoder_config import DecoderConfig
 from model_zoo.experts import moe_mlp
-from model_zoo.layers import Weights, gated_mlp, linear, rms_norm, run_layers
+from model_zoo.layers import LayerFunction, Weights, gated_mlp, linear, rms_norm, run_layers
 from model_zoo.parameters import axes, joined, shapes
 from model_zoo.partition import Kernels, kv_write, ragged_paged_attention, split
 from model_zoo.step_inputs import StepInputs
@@ -53,10 +53,41 @@ class Decoder(nnx.Module):
         `x.tokens` are the real ids: seats are already resolved.  `kernels`: of attention and the KV
         write, "auto" those of the platform that is compiled for.
         """
+        layer, own = self._layer(x, block_size, kernels)
+        return run_layers(layer, own, self.embed_tokens(x.tokens), kv)
+
+    def embed_tokens(self, tokens: jax.Array) -> jax.Array:
+        """What the first layer is given: f32[T, D]."""
+        c = self.config
+        hidden = self.embed[...][tokens].astype(jnp.float32)
+        if c.embed_scale != 1.0:  # rounded to the dtype, as the models were trained
+            hidden = hidden * jnp.asarray(c.embed_scale, c.dtype).astype(jnp.float32)
+        return hidden
+
+    def one_layer(  # noqa: PLR0913  a layer's weights, and what all layers have
+        self,
+        hidden: jax.Array,
+        kv: Any,
+        index: jax.Array,
+        w: Weights,
+        x: StepInputs,
+        *,
+        block_size: int,
+        kernels: Kernels = "xla",
+    ) -> tuple[jax.Array, Any]:
+        """Layer `index` of `forward` with the weights `w`; the module's own are not used."""
+        layer, own = self._layer(x, block_size, kernels)
+        rest = {name: jnp.asarray(own[name])[index] for name in own.keys() - w.keys()}
+        return layer(hidden, kv, index, rest | w)
+
+    def _layer(
+        self, x: StepInputs, block_size: int, kernels: Kernels
+    ) -> tuple[LayerFunction, Weights]:
+        """What a layer does, and what each layer has of its own, stacked."""
         c = self.config
         turns = [rope.angles(one, x.positions) for one in c.ropes]
         real = jnp.arange(len(x.tokens)) < x.query_starts[-1]
-        weights, fixed = self._by_layer(turns)
+        own, fixed = self._by_layer(turns)
 
         def layer(
             hidden: jax.Array, kv: Any, index: jax.Array, w: Weights
@@ -83,10 +114,7 @@ class Decoder(nnx.Module):
             mixed = self._mlp(self._before(hidden, w, "norm2"), real, w)
             return self._add(hidden, mixed, w, "post2"), kv
 
-        hidden = self.embed[...][x.tokens].astype(jnp.float32)
-        if c.embed_scale != 1.0:  # rounded to the dtype, as the models were trained
-            hidden = hidden * jnp.asarray(c.embed_scale, c.dtype).astype(jnp.float32)
-        return run_layers(layer, weights, hidden, kv)
+        return layer, own
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Logits f32[R, V] of hidden states [R, D]: last norm and head."""

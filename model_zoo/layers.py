@@ -9,6 +9,8 @@ import jax.numpy as jnp
 from model_zoo.partition import constrain, split
 
 Weights = dict[str, Any]
+LayerFunction = Callable[[jax.Array, Any, jax.Array, Weights], tuple[jax.Array, Any]]
+"""(hidden f32[T, D], kv, index of the layer i32[], its weights) -> (hidden, kv)"""
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float, offset: float = 0.0) -> jax.Array:
@@ -42,12 +44,12 @@ def gated_mlp(
 
 
 def run_layers(
-    layer: Callable[[jax.Array, Any, jax.Array, Weights], tuple[jax.Array, Any]],
+    layer: LayerFunction,
     weights: Weights,  # stacked on a leading axis L
     hidden: jax.Array,
     kv: Any,
 ) -> tuple[jax.Array, Any]:
-    """Runs (hidden, kv, index, weights of the layer) -> (hidden, kv) over all layers.
+    """Runs `layer` over all layers.
 
     One scan with the KV as carry: as xs and ys the KV would be held twice.
     """

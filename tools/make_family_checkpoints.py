@@ -12,7 +12,7 @@ import json
 import platform
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch  # pyright: ignore[reportMissingImports]
@@ -152,7 +152,7 @@ def make(name: str, seed: int) -> bool:
             f"greedy.{len(prompt)}": np.array(ids),
         }
         print(f"{name} seed {seed}: gap {gap:.2g}, {len(set(ids))} different ids")
-    np.savez_compressed(folder / "expected.npz", **arrays)
+    np.savez_compressed(folder / "expected.npz", **cast("dict[str, Any]", arrays))
     return True
 
 

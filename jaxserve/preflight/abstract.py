@@ -89,7 +89,11 @@ def make_plan(
         )
     sharding = Sharding(partition.make_mesh(devices, config.mesh.data, config.mesh.tensor))
     dtype = DEFAULT_DTYPE if config.model.dtype == "auto" else config.model.dtype
-    config = dataclasses.replace(config, model=dataclasses.replace(config.model, dtype=dtype))
+    config = dataclasses.replace(
+        config,
+        model=dataclasses.replace(config.model, dtype=dtype),
+        runner=dataclasses.replace(config.runner, layers="loop"),
+    )
     model_config, module = _model(config, hf, config.model.max_len)
     longest = model_config.longest if config.model.max_len else model_config.max_position
     graphdef, weights = nnx.split(module)

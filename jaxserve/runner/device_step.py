@@ -10,7 +10,7 @@ import numpy as np
 from flax import nnx
 
 from jaxserve.config import EngineConfig
-from jaxserve.runner import packing, sampler
+from jaxserve.runner import layer_calls, packing, sampler
 from jaxserve.runner.programs import ProgramSpec
 from jaxserve.runner.sharding import ONE_DEVICE, Sharding
 from model_zoo.partition import Kernels, constrain, kv_write
@@ -21,6 +21,9 @@ SEED_TOKENS = 512  # tokens of one `seed_counts` call
 
 _WHY = {
     "backbone": "all layers over a step of up to {} tokens",
+    "embed": "what the first layer is given",
+    "layer": "one layer over a step of up to {} tokens",
+    "keep": "the last layer's hidden states into their buffer",
     "head": "logits of up to {} rows",
     "greedy": "sampling when every row is greedy, up to {} rows",
     "random": "temperature, top-k, top-p, min-p, up to {} rows",
@@ -72,6 +75,15 @@ class DeviceStep:
         self.num_slots = config.cache.num_blocks * config.cache.block_size
         self.blocks_per_row = -(-config.model.max_len // config.cache.block_size)
         self.dtype = jnp.dtype(config.model.dtype)
+        self.by_call = config.runner.layers == "calls"
+
+    def arrange(self, weights: Any) -> Any:
+        """Weights as the backbone takes them; those given are used up."""
+        return layer_calls.take_apart(weights) if self.by_call else weights
+
+    def head_weights(self, arranged: Any) -> Any:
+        """Of arranged weights what the head takes."""
+        return arranged.shared if self.by_call else arranged
 
     def init_state(self) -> DeviceState:
         """Fresh device arrays: an empty cache."""
@@ -85,14 +97,19 @@ class DeviceStep:
         """Every program this config can need; switched-off features are not among them."""
         config, state = self.config, self.abstract_state()
         i32 = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
-        weights, kv, hidden = self.abstract_weights, state["kv"], state["hidden"]
+        weights = self.arrange(jax.tree.map(lambda leaf: leaf, self.abstract_weights))
+        kv, hidden = state["kv"], state["hidden"]
         last_tokens, counts = state["last_tokens"], state["counts"]
         specs = []
         for tokens in reversed(config.buckets.tokens):
             packed = i32((packed_size(self.shapes(tokens)),))
             arguments = (weights, kv, hidden, last_tokens, packed)
+            if self.by_call:
+                specs.append(self._chain(tokens, *arguments))
+                continue
             function = functools.partial(self._backbone, tokens)
             specs.append(self._spec("backbone", tokens, function, arguments, (1, 2)))
+        weights = self.head_weights(weights)
         for rows in reversed(config.buckets.rows):
             shape = (rows, self.model_config.V)
             logits = jax.ShapeDtypeStruct(
@@ -183,19 +200,59 @@ class DeviceStep:
             self.sharding,
         )
 
+    def _chain(self, tokens, weights, kv, hidden, last_tokens, packed) -> ProgramSpec:
+        """The backbone, one call a layer."""
+        x = jax.ShapeDtypeStruct((tokens, self.model_config.D), jnp.float32)
+        index = jax.ShapeDtypeStruct((), jnp.int32)
+        part = functools.partial
+        parts = (
+            self._spec(
+                "embed", tokens, part(self._embed, tokens), (weights.shared, last_tokens, packed)
+            ),
+            self._spec(
+                "layer",
+                tokens,
+                part(self._layer, tokens),
+                (weights.layers[0], x, kv, index, packed),
+                (1, 2),
+            ),
+            self._spec("keep", tokens, part(self._keep, tokens), (hidden, x, packed), (0,)),
+        )
+        why = _WHY["backbone"].format(tokens)
+        return ProgramSpec("backbone", tokens, why, layer_calls.Chain, (), parts=parts)
+
     def _model(self, weights: Any) -> Any:
+        if self.by_call:
+            weights = layer_calls.put_together(weights, self.abstract_weights)
         return nnx.merge(self.graphdef, weights)
 
-    def _backbone(self, tokens, weights, kv, hidden, last_tokens, packed):
+    def _inputs(self, tokens, packed, last_tokens):
+        """The step's arrays, and in `tokens` the ids that only the device knows so far."""
         x = unpack(packed, self.shapes(tokens))
         known = x.token_seats >= self.num_seats
         seats = jnp.where(known, 0, x.token_seats)
-        x = x._replace(tokens=jnp.where(known, x.tokens, last_tokens[seats]))
-        new, kv = self._model(weights).forward(
-            kv, x, block_size=self.config.cache.block_size, kernels=self._kernels
-        )
+        return x._replace(tokens=jnp.where(known, x.tokens, last_tokens[seats]))
+
+    def _backbone(self, tokens, weights, kv, hidden, last_tokens, packed):
+        x = self._inputs(tokens, packed, last_tokens)
+        new, kv = self._model(weights).forward(kv, x, **self._options())
+        return kv, *self._keep(tokens, hidden, new, packed)
+
+    def _embed(self, tokens, weights, last_tokens, packed):
+        return self._model(weights).embed_tokens(self._inputs(tokens, packed, last_tokens).tokens)
+
+    def _layer(self, tokens, own, x, kv, index, packed):
+        inputs = unpack(packed, self.shapes(tokens))
+        model = nnx.merge(self.graphdef, self.abstract_weights)
+        return model.one_layer(x, kv, index, own, inputs, **self._options())
+
+    def _options(self) -> dict[str, Any]:
+        return {"block_size": self.config.cache.block_size, "kernels": self._kernels}
+
+    def _keep(self, tokens, hidden, new, packed):
+        """The buffer with the new hidden states, and a value that is ready when they are."""
         hidden = jax.lax.dynamic_update_slice(hidden, new.astype(hidden.dtype), (0, 0))
-        return kv, hidden, x.num_decodes
+        return hidden, unpack(packed, self.shapes(tokens)).num_decodes
 
     def _head(self, weights, hidden, token_index):
         rows = jnp.minimum(token_index, hidden.shape[0] - 1)

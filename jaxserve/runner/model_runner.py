@@ -56,7 +56,7 @@ class ModelRunner:
             raise ValueError(
                 f"weights do not fit the compiled programs: {given} instead of {expected}"
             )
-        self.weights = weights
+        self.weights = self.step.arrange(weights)
 
     @property
     def num_slots(self) -> int:
@@ -117,7 +117,8 @@ class ModelRunner:
         return costs
 
     def _logits(self, rows: int, token_index: np.ndarray) -> jax.Array:
-        return self.manifest.get("head", rows)(self.weights, self.state.hidden, token_index)
+        weights = self.step.head_weights(self.weights)
+        return self.manifest.get("head", rows)(weights, self.state.hidden, token_index)
 
     def _sample(self, batch: Batch, flight: _Flight) -> None:
         samples, state, rows = batch.samples, self.state, batch.row_bucket

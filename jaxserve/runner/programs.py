@@ -31,6 +31,7 @@ class ProgramSpec:
     outputs: Any = None  # shardings of what it returns, a prefix of its tree; None: XLA decides
     sharding: Sharding = ONE_DEVICE
     compiler_options: tuple[tuple[str, Any], ...] = ()
+    parts: tuple["ProgramSpec", ...] = ()  # compiled instead; `function` joins what they give
 
     @property
     def name(self) -> str:
@@ -123,18 +124,26 @@ def compile_programs(
     `stored`: a folder of compiled programs (see `bundle`); what is there is not compiled.
     """
 
-    def compile_one(spec: ProgramSpec, lowered: Any, lower_s: float) -> Program:
+    def compile_part(spec: ProgramSpec, lowered: Any) -> Any:
+        found = bundle.load(Path(stored), spec, lowered) if stored else None
+        if found is not None:
+            return found
+        return lowered.compile(compiler_options=dict(spec.compiler_options) or None)
+
+    def compile_one(spec: ProgramSpec, lowered: list[Any], lower_s: float) -> Program:
         start = time.perf_counter()
-        compiled = bundle.load(Path(stored), spec, lowered) if stored else None
-        if compiled is None:
-            compiled = lowered.compile(compiler_options=dict(spec.compiler_options) or None)
-        return Program(spec, compiled, lower_s + time.perf_counter() - start)
+        compiled = [
+            compile_part(part, low)
+            for part, low in zip(spec.parts or (spec,), lowered, strict=True)
+        ]
+        whole = spec.function(*compiled) if spec.parts else compiled[0]
+        return Program(spec, whole, lower_s + time.perf_counter() - start)
 
     with ThreadPoolExecutor(max(1, threads)) as pool:
         futures = []
         for spec in specs:
             start = time.perf_counter()
-            lowered = lower(spec)
+            lowered = [lower(part) for part in spec.parts or (spec,)]
             futures.append(pool.submit(compile_one, spec, lowered, time.perf_counter() - start))
         return [future.result() for future in futures]
 

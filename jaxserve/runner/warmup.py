@@ -60,9 +60,10 @@ def _padding_run(runner: ModelRunner, program: Program) -> Callable[[], Any]:
     if kind == "seed_counts":
         return seed_counts
     if kind == "head":
-        return lambda: program(weights, state.hidden, np.zeros(bucket, np.int32))
+        return lambda: program(step.head_weights(weights), state.hidden, np.zeros(bucket, np.int32))
     head = runner.manifest.get("head", bucket)
-    logits = jax.block_until_ready(head(weights, state.hidden, np.zeros(bucket, np.int32)))
+    logits = head(step.head_weights(weights), state.hidden, np.zeros(bucket, np.int32))
+    jax.block_until_ready(logits)
     if kind == "greedy":
         return lambda: program(logits, seats, state.last_tokens)
     if kind == "score":

@@ -67,6 +67,7 @@ class Rig:
         sampling: SamplingConfig = ONLY_GREEDY,
         deterministic: bool = False,
         chunk_size: int = MAX_LEN,
+        layers: str = "loop",
     ) -> None:
         case = files.tiny_case(name)
         weights = case.weights()
@@ -85,6 +86,7 @@ class Rig:
                 compile_cache=os.environ.get("JAX_COMPILATION_CACHE_DIR", "off"),
                 prove=False,
                 deterministic=deterministic,
+                layers=layers,
             ),
         )
         self.assembly = assemble(config)
