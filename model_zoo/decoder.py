@@ -76,7 +76,7 @@ class Decoder(nnx.Module):
             mixed = self._mlp(self._before(hidden, w, "norm2"), real, w)
             return self._add(hidden, mixed, w, "post2"), kv
 
-        hidden = self.embed[...][x.tokens].astype(jnp.float32)
+        hidden = self._param("embed")[x.tokens].astype(jnp.float32)
         if c.embed_scale != 1.0:  # rounded to the dtype, as the models were trained
             hidden = hidden * jnp.asarray(c.embed_scale, c.dtype).astype(jnp.float32)
         return run_layers(layer, weights, hidden, kv)
@@ -84,12 +84,15 @@ class Decoder(nnx.Module):
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Logits f32[R, V] of hidden states [R, D]: last norm and head."""
         c = self.config
-        head = self.embed if c.tie else self.head
-        hidden = rms_norm(hidden, self.norm[...], c.eps, c.norm_offset)
-        logits = jnp.einsum("rd,vd->rv", hidden, head[...], preferred_element_type=jnp.float32)
+        head = self._param("embed" if c.tie else "head")
+        hidden = rms_norm(hidden, self._param("norm"), c.eps, c.norm_offset)
+        logits = jnp.einsum("rd,vd->rv", hidden, head, preferred_element_type=jnp.float32)
         if c.logit_scale != 1.0:
             logits = logits * c.logit_scale
         return logits if c.logit_cap is None else c.logit_cap * jnp.tanh(logits / c.logit_cap)
+
+    def _param(self, name: str) -> jax.Array:
+        return getattr(self, name)[...]
 
     def _by_layer(self, turns: list[tuple[jax.Array, jax.Array]]) -> tuple[Weights, Weights]:
         """What each layer has of its own, stacked, and what all have in common: weights, window,

@@ -57,6 +57,8 @@ def open_gguf(path: Path) -> Checkpoint:
 def _sources(file: GGUFFile, config: dict[str, Any]) -> dict[str, _Source]:
     """Every tensor by its Hugging Face name; a tensor of all experts counts once for each."""
     family = registry.family(config["model_type"])
+    stored = family.gguf
+    assert stored is not None  # the registry led from this file's architecture to the family
     heads = {"q": config["num_attention_heads"], "k": config["num_key_value_heads"]}
     found: dict[str, _Source] = {}
     unknown: list[str] = []
@@ -69,8 +71,8 @@ def _sources(file: GGUFFile, config: dict[str, Any]) -> dict[str, _Source]:
             continue
         source = _Source(
             name,
-            heads=heads.get(ours.part) if family.gguf.interleaved else None,
-            offset=family.gguf.norm_offset if ours.of_norm else 0.0,
+            heads=heads.get(ours.part) if stored.interleaved else None,
+            offset=stored.norm_offset if ours.of_norm else 0.0,
         )
         if not ours.of_experts:
             found[ours.name] = source
