@@ -144,7 +144,7 @@ def make(name: str, seed: int) -> bool:
     model = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager"
     ).eval()
-    arrays = {"logits": forward(model, prompts[0])}
+    arrays: dict[str, Any] = {"logits": forward(model, prompts[0])}
     for prompt in prompts:
         ids, gap = greedy(model, prompt)
         arrays |= {
