@@ -1,8 +1,9 @@
 """Ragged paged attention for Hopper GPUs (Pallas Mosaic GPU): TMA copies, wgmma matmuls.
 
 One warpgroup works on one piece: up to 64 lines (queries x heads that share a kv head) against a
-part of one row's context.  A decode's context is split into parts, so that few rows fill the chip;
-`combine` joins them.  Other GPUs, float32 and head sizes not listed here take XLA (`unsupported`).
+part of one row's context and, where H is 256, half of the columns of V.  A decode's context is
+split into parts, so that few rows fill the chip; `combine` joins them.  Other GPUs, float32 and
+head sizes not listed here take XLA (`unsupported`).
 """
 
 import functools
@@ -16,11 +17,12 @@ from jax import lax
 
 from pallas_kernels.ragged_paged_attention import plan
 from pallas_kernels.ragged_paged_attention.combine import combine
-from pallas_kernels.ragged_paged_attention.plan import Mask, Rows
+from pallas_kernels.ragged_paged_attention.plan import Mask, Pieces, Rows
 from pallas_kernels.ragged_paged_attention.tuning import GpuSizes, Problem, gpu_sizes
 
 plgpu: Any = mosaic_gpu  # whose types do not say what it exports
 LINES = 64  # of one wgmma
+SHARE = 128  # most columns of V that one warpgroup has registers for; others take the rest
 COLUMNS = 64  # of V at a time: the products of a turn then need few registers
 LOWEST = -1e30
 Ref = Any
@@ -34,18 +36,6 @@ class Options(NamedTuple):
     scale: Any
     soft_cap: float | None
     interpret: Any
-
-
-class Pieces(NamedTuple):
-    """What each piece works on; columns of one i32[pieces, 7]."""
-
-    rows: jax.Array
-    positions: jax.Array  # of the first query
-    ends: jax.Array  # positions that hold a value for the piece: first..end
-    lows: jax.Array
-    first_turns: jax.Array
-    end_turns: jax.Array  # first_turns if there is nothing to do
-    windows: jax.Array
 
 
 def unsupported(q: Any, kv: Any, block_tables: Any) -> str | None:
@@ -115,26 +105,8 @@ def _decode(call: _Call, sizes: GpuSizes, interpret: Any) -> jax.Array:
     bound = min(len(call.rows.kv_lens), num_tokens)
     blocks = sizes.blocks(block_size)
     span = blocks * block_size
-    lens = jnp.where(jnp.arange(bound) < call.rows.num_decodes, call.rows.kv_lens[:bound], 0)
-    lows = jnp.maximum(lens - call.window(), 0)
-    # A row's parts depend on its own length alone, and so do its bits.
-    turns = -(-lens // span) - lows // span
-    parts = jnp.clip(-(-turns // sizes.part_turns), 1, sizes.parts)
-    part_turns = -(-turns // parts)
-    index = jnp.arange(sizes.parts)
-    first = (lows // span)[:, None] + index * part_turns[:, None]
-    last = jnp.minimum(first + part_turns[:, None], (-(-lens // span))[:, None])
-    last = jnp.maximum(first, last)
-    per_part = lambda values: jnp.repeat(values, sizes.parts)  # noqa: E731
-    pieces = Pieces(
-        rows=per_part(jnp.arange(bound)),
-        positions=per_part(lens - 1),
-        ends=per_part(lens),
-        lows=per_part(lows),
-        first_turns=first.reshape(-1),
-        end_turns=last.reshape(-1),
-        windows=jnp.broadcast_to(call.window(), bound * sizes.parts),
-    )
+    parts = (sizes.parts, sizes.part_turns)
+    pieces = plan.decode_parts(call.rows, bound, parts, span, call.window())
     group = heads // kv_heads
     lines = -(-group // 8) * 8
     queries = call.q[:bound].reshape(bound, kv_heads, group, width)
@@ -142,7 +114,9 @@ def _decode(call: _Call, sizes: GpuSizes, interpret: Any) -> jax.Array:
     values, top, total = _run(call, pieces, queries, call.options(1, blocks, interpret), split=True)
     shape = (bound, sizes.parts, kv_heads, lines)
     values, top, total = values.reshape(*shape, width), top.reshape(shape), total.reshape(shape)
-    out = combine(values, top, total, (last > first)[:, :, None, None])
+    out = combine(
+        values, top, total, (pieces.end_turns > pieces.first_turns).reshape(shape[:2] + (1, 1))
+    )
     out = (out * call.factors[:, 1, None, None])[:, :, :group].reshape(bound, heads, width)
     return jnp.pad(out.astype(call.q.dtype), ((0, num_tokens - bound), (0, 0), (0, 0)))
 
@@ -188,6 +162,7 @@ def _run(
     """
     count = len(pieces.rows)
     kv_heads, lines, width = queries.shape[1:]
+    share = min(width, SHARE)
     dtype = queries.dtype
     span = options.blocks * call.kv.shape[3]
     if split:
@@ -197,33 +172,31 @@ def _run(
             jax.ShapeDtypeStruct((count, kv_heads, lines), jnp.float32),
         ]
         outs = [
-            plgpu.SMEM((LINES, COLUMNS), jnp.float32, transforms=_swizzle(COLUMNS, 4)),
+            _buffer((LINES, COLUMNS), jnp.float32),
             plgpu.SMEM((LINES,), jnp.float32),
             plgpu.SMEM((LINES,), jnp.float32),
         ]
     else:
         out_type = [jax.ShapeDtypeStruct((count, kv_heads, lines, width), dtype)]
-        outs = [plgpu.SMEM((LINES, COLUMNS), dtype, transforms=_swizzle(COLUMNS, 2))]
-    tiled = _swizzle(width, 2)
-    kv_size = call.kv.dtype.itemsize
+        outs = [_buffer((LINES, COLUMNS), dtype)]
     scratch = [
-        plgpu.SMEM((LINES, width), dtype, transforms=tiled),
-        plgpu.SMEM((2, span, 2 * width), call.kv.dtype, transforms=_swizzle(width, kv_size)),
+        _buffer((LINES, width), dtype),
+        [_buffer((2, span, columns), call.kv.dtype) for columns in (width, share)],
         plgpu.Barrier(),
-        plgpu.Barrier(num_arrivals=options.blocks, num_barriers=2),
+        plgpu.Barrier(num_arrivals=2 * options.blocks, num_barriers=2),
         outs,
         # One-byte KV in the dtype of the queries, as wgmma wants both operands.
-        [plgpu.SMEM((span, 2 * width), dtype, transforms=tiled)] if kv_size == 1 else [],
-        # The interpreter takes the left operand of wgmma from shared memory only.
-        [plgpu.SMEM((LINES, span), dtype, transforms=_swizzle(span, 2))]
-        if options.interpret
+        [_buffer((span, columns), dtype) for columns in (width, share)]
+        if call.kv.dtype.itemsize == 1
         else [],
+        # The interpreter takes the left operand of wgmma from shared memory only.
+        [_buffer((LINES, span), dtype)] if options.interpret else [],
     ]
     return plgpu.kernel(
         functools.partial(_kernel, options, call.rows.block_tables.shape[1], split),
         out_type=out_type,
-        grid=(kv_heads, count),
-        grid_names=("head", "piece"),
+        grid=(width // share, kv_heads, count),
+        grid_names=("share", "head", "piece"),
         scratch_types=scratch,
         compiler_params=plgpu.CompilerParams(approx_math=False),
         interpret=options.interpret,
@@ -233,10 +206,12 @@ def _run(
     )
 
 
-def _swizzle(width: int, itemsize: int) -> tuple[Any, ...]:
-    """Tiles of 8 lines x as many bytes as divide the width: what TMA and wgmma agree on."""
-    size = next(size for size in (128, 64, 32) if width * itemsize % size == 0)
-    return (plgpu.TilingTransform((8, size // itemsize)), plgpu.SwizzleTransform(size))
+def _buffer(shape: tuple[int, ...], dtype: Any) -> Any:
+    """Shared memory in tiles that TMA and wgmma agree on: 8 lines x at most 128 bytes."""
+    itemsize = jnp.dtype(dtype).itemsize
+    size = min(128, COLUMNS * itemsize)
+    tiles = (plgpu.TilingTransform((8, size // itemsize)), plgpu.SwizzleTransform(size))
+    return plgpu.SMEM(shape, dtype, transforms=tiles)
 
 
 def _kernel(  # noqa: C901, PLR0913, PLR0915  one kernel; refs in the order of the call
@@ -253,7 +228,7 @@ def _kernel(  # noqa: C901, PLR0913, PLR0915  one kernel; refs in the order of t
 ) -> None:
     num_outs = 3 if split else 1
     outs = refs[:num_outs]
-    q, kv, q_barrier, kv_barriers, out, widened, weights_ref = refs[num_outs:]
+    q, (k, v), q_barrier, kv_barriers, out, widened, weights_ref = refs[num_outs:]
     head, piece = lax.axis_index("head"), lax.axis_index("piece")
     lines, width = q_ref.shape[2:]
     block_size, blocks = kv_ref.shape[3], options.blocks
@@ -263,39 +238,52 @@ def _kernel(  # noqa: C901, PLR0913, PLR0915  one kernel; refs in the order of t
     layout = plgpu.Layout.WGMMA
     by_line = layout.reduce(1)
     part = pl.ds(0, lines)
-    columns = range(0, width, COLUMNS)
+    share = v.shape[-1]
+    first_column = lax.axis_index("share") * share
+    columns = range(0, share, COLUMNS)
 
     def fetch(turn, slot):
         for index in range(blocks):
             # What lies past the context is masked: copy the last block again.
             at = jnp.minimum(turn * blocks + index, lax.div(end - 1, block_size))
-            source = kv_ref.at[layer, tables_ref[row, jnp.minimum(at, table_width - 1)], head]
-            place = kv.at[slot, pl.ds(index * block_size, block_size)]
-            plgpu.copy_gmem_to_smem(source, place, kv_barriers.at[slot])
+            block = tables_ref[row, jnp.minimum(at, table_width - 1)]
+            place = pl.ds(index * block_size, block_size)
+            for start, target in ((0, k), (width + first_column, v)):
+                plgpu.copy_gmem_to_smem(
+                    kv_ref.at[layer, block, head, :, pl.ds(start, target.shape[-1])],
+                    target.at[slot, place],
+                    kv_barriers.at[slot],
+                )
 
-    def operand(slot, start, count):
-        """Columns of K and V as wgmma takes them."""
-        at = pl.ds(start, count)
-        return widened[0].at[:, at] if widened else kv.at[slot, :, at]
+    def keys(slot):
+        """K of a turn as wgmma takes it, [H, span]."""
+        return (widened[0] if widened else k.at[slot]).transpose((1, 0))
+
+    def columns_of(slot, start):
+        """Some columns of V of a turn."""
+        at = pl.ds(start, COLUMNS)
+        return widened[1].at[:, at] if widened else v.at[slot, :, at]
 
     def widen(slot):
-        for start in range(0, 2 * width, COLUMNS):
-            values = plgpu.layout_cast(kv[slot, :, pl.ds(start, COLUMNS)], layout)
-            widened[0][:, pl.ds(start, COLUMNS)] = values.astype(jnp.float32).astype(q.dtype)
+        for narrow, wide in zip((k, v), widened, strict=True):
+            for start in range(0, wide.shape[-1], COLUMNS):
+                at = pl.ds(start, COLUMNS)
+                values = plgpu.layout_cast(narrow[slot, :, at], layout)
+                wide[:, at] = values.astype(jnp.float32).astype(q.dtype)
         plgpu.commit_smem()
 
     def scrub(turn, slot):
         """Zeros where V holds nothing: 0 x NaN is NaN."""
         at = plgpu.broadcasted_iota(jnp.int32, (span, COLUMNS), 0, layout=layout) + turn * span
         for start in columns:
-            place = operand(slot, width + start, COLUMNS)
+            place = columns_of(slot, start)
             values = plgpu.layout_cast(place[...], layout)
             place[...] = jnp.where((at < end) & (at >= low), values, jnp.zeros_like(values))
         plgpu.commit_smem()
 
     def score(turn, slot):
         def multiply(acc):
-            plgpu.wgmma(acc, q, operand(slot, 0, width).transpose((1, 0)))
+            plgpu.wgmma(acc, q, keys(slot))
             return acc[...]
 
         scores = pl.run_scoped(multiply, plgpu.ACC((LINES, span), jnp.float32))
@@ -313,7 +301,7 @@ def _kernel(  # noqa: C901, PLR0913, PLR0915  one kernel; refs in the order of t
     def weigh(weights, slot, start):
         def multiply(acc):
             left = weights_ref[0] if weights_ref else weights
-            plgpu.wgmma(acc, left, operand(slot, width + start, COLUMNS))
+            plgpu.wgmma(acc, left, columns_of(slot, start))
             return acc[...]
 
         return pl.run_scoped(multiply, plgpu.ACC((LINES, COLUMNS), jnp.float32))
@@ -361,8 +349,6 @@ def _kernel(  # noqa: C901, PLR0913, PLR0915  one kernel; refs in the order of t
             *(plgpu.layout_cast(values, layout) for values in empty),
         )
         top, total, *sums = lax.fori_loop(first, last, turn_of, state)
-        if split:
-            out[1][...], out[2][...] = top, total
         for start, values in zip(columns, sums, strict=True):
             if not split:
                 safe = jnp.where(total == 0.0, 1.0, total)
@@ -370,12 +356,18 @@ def _kernel(  # noqa: C901, PLR0913, PLR0915  one kernel; refs in the order of t
                 values = values * factors_ref[head, 1]
             out[0][...] = values.astype(out[0].dtype)
             plgpu.commit_smem()
-            target = outs[0].at[piece, head, :, pl.ds(start, COLUMNS)]
+            target = outs[0].at[piece, head, :, pl.ds(first_column + start, COLUMNS)]
             plgpu.copy_smem_to_gmem(out[0].at[part], target)
-            if split and start == 0:
+            plgpu.wait_smem_to_gmem(0)
+        if split:
+
+            @pl.when(first_column == 0)
+            def _():
+                out[1][...], out[2][...] = top, total
+                plgpu.commit_smem()
                 for place, target in zip(out[1:], outs[1:], strict=True):
                     plgpu.copy_smem_to_gmem(place.at[part], target.at[piece, head])
-            plgpu.wait_smem_to_gmem(0)
+                plgpu.wait_smem_to_gmem(0)
 
 
 def _query(piece: Any, q_ref: Ref, pieces_ref: Ref) -> Any:

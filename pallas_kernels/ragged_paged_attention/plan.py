@@ -54,6 +54,41 @@ class Tiles(NamedTuple):
     places: jax.Array  # i32[T]  tile * size + offset of each query; tiles * size if in no tile
 
 
+class Pieces(NamedTuple):
+    """Pieces of any kind, as columns of one array."""
+
+    rows: jax.Array  # i32[pieces]
+    positions: jax.Array  # i32[pieces]  of the first query
+    ends: jax.Array  # i32[pieces]  positions that any of its queries sees: lows..ends
+    lows: jax.Array  # i32[pieces]
+    first_turns: jax.Array  # i32[pieces]
+    end_turns: jax.Array  # i32[pieces]  first_turns if there is nothing to do
+    windows: jax.Array  # i32[pieces]
+
+
+def decode_parts(
+    rows: Rows, bound: int, limits: tuple[int, int], span: int, window: jax.Array
+) -> Pieces:
+    """The context of each of the first num_decodes of `bound` rows, in equal parts.
+
+    `limits`: most parts a row, and turns that a part has unless that makes more.  The parts depend
+    on the row's own length alone, and so do the bits of the result.
+    """
+    most, turns = limits
+    lens = jnp.where(jnp.arange(bound) < rows.num_decodes, rows.kv_lens[:bound], 0)
+    lows = jnp.maximum(lens - window, 0)
+    begin, end = lows // span, -(-lens // span)
+    parts = jnp.clip(-(-(end - begin) // turns), 1, most)
+    each = -(-(end - begin) // parts)
+    first = begin[:, None] + jnp.arange(most) * each[:, None]
+    last = jnp.maximum(first, jnp.minimum(first + each[:, None], end[:, None]))
+    row, position, ends, low = (
+        jnp.repeat(values, most) for values in (jnp.arange(bound), lens - 1, lens, lows)
+    )
+    windows = jnp.broadcast_to(window, bound * most)
+    return Pieces(row, position, ends, low, first.reshape(-1), last.reshape(-1), windows)
+
+
 def decode_packs(rows: Rows, num_tokens: int, size: int, span: int, mask: Mask) -> Packs:
     """The first num_decodes rows, `size` a pack."""
     bound = min(len(rows.kv_lens), num_tokens)

@@ -122,6 +122,8 @@ def _rule(problem: Problem) -> Sizes:
         tiles=(tile, 8) if tile > 8 else (8,),
         tile_span=min(256, max(1, by_128) * 128),
     )
+    while sizes.decode_span > 16 and decode_vmem(problem, sizes) > VMEM_BUDGET:
+        sizes = dataclasses.replace(sizes, decode_span=sizes.decode_span // 2)
     while sizes.tiles[0] > 8 and tile_vmem(problem, sizes, sizes.tiles[0]) > VMEM_BUDGET:
         tile = sizes.tiles[0] // 2
         sizes = dataclasses.replace(sizes, tiles=(tile, 8) if tile > 8 else (8,))
