@@ -143,7 +143,7 @@ class RunnerConfig:
 
     overlap: bool = True  # schedule and dispatch step N + 1 before step N is read
     compile_cache: str = "auto"  # auto: the user's cache folder | off | a folder
-    kernels: str = "auto"  # auto: those of the platform | xla: portable attention everywhere
+    kernels: str = "xla"  # xla: portable attention everywhere | auto: those of the platform
     bundle: str = ""  # a folder that `jaxserve preflight --bundle` wrote for this very machine
     prove: bool = True  # before serving, prove that every program equals the reference program
     layers: str = "auto"  # auto: calls on a CPU | loop: one program | calls: one call a layer

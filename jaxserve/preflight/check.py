@@ -195,13 +195,16 @@ def problems(result: Result) -> list[str]:
                 f"{program['name']} copies the whole KV {len(copies)} times a step "
                 f"({', '.join(copies[:3])})"
             )
-    for program in result.programs:
-        if program.get("weight_copies"):
-            found.append(
-                f"{program['name']} copies weights in each step: "
-                f"{', '.join(program['weight_copies'][:3])}"
-            )
     return found + _memory_problems(result)
+
+
+def warnings(result: Result) -> list[str]:
+    """What fits, but is slower than it need be."""
+    return [
+        f"{program['name']} copies weights in each step: {', '.join(program['weight_copies'][:3])}"
+        for program in result.programs
+        if program.get("weight_copies")
+    ]
 
 
 def _memory_problems(result: Result) -> list[str]:

@@ -7,6 +7,7 @@ facts, so that the parent knows in which program a compiler died.
 import dataclasses
 import json
 import math
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -14,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from jaxserve.preflight import target as targets
+
+_KERNEL = re.compile(r'custom_call_target="(tpu_custom_call|mosaic_gpu)')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +90,7 @@ def _compile(spec: Any, plan: Any, target: Any, device: Any, bundle: str) -> dic
         "collectives": hlo.collectives(text),
         "kv_copies": hlo.kv_copies(text, plan.num_blocks) if spec.kind == "backbone" else [],
         "weight_copies": hlo.weight_copies(text, weights),
-        "kernels": text.count("tpu_custom_call") + text.count("mosaic_gpu"),
+        "kernels": len(_KERNEL.findall(text)),
     }
     if bundle:
         from jaxserve.runner import bundle as bundles

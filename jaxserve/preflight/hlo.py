@@ -54,8 +54,9 @@ def weight_copies(hlo: str, shapes: Iterable[Sequence[int]]) -> list[str]:
     for name, kind, arrays in _operations(hlo):
         if not _MOVING.match(name if kind == "fusion" else kind):
             continue
-        gathered = kind == "all-gather-start"  # its result is (what it has, what it gathers)
-        for shape, fast in arrays[1:2] if gathered else arrays[:1]:
+        # What starts and ends later names its operand first, but for copy-start.
+        later = kind.endswith("-start") and kind != "copy-start"
+        for shape, fast in arrays[1:2] if later else arrays[:1]:
             if not fast and _sizes(shape) in sizes:
                 found.append(f"{kind} {name} {list(shape)}")
     return found

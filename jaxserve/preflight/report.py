@@ -27,6 +27,7 @@ def report(result: Result, context: int, max_kv: int | None = None) -> dict[str,
         "target": str(result.target),
         "fits": not wrong,
         "problems": wrong,
+        "warnings": check.warnings(result),
         "advice": check.advice(result),
         "checked": _checked(result),
         "mesh": {"data": plan["data"], "tensor": plan["tensor"]},
@@ -145,6 +146,8 @@ def write_tables(found: dict[str, Any], write: Callable[[str], Any], width: int 
         console.print(_step_table(found))
     for line in found["checked"]:
         console.print(f"checked: {line}")
+    for line in found["warnings"]:
+        console.print(f"slow: {line}")
     for line in found["problems"]:
         console.print(f"problem: {line}")
     for line in found["advice"]:

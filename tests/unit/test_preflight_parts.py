@@ -109,6 +109,7 @@ def test_a_copy_of_a_weight_is_found(line: str):
         "%copy.3 = bf16[1024,4096]{1,0:T(8,128)} copy(%x)",
         "%fusion.2 = bf16[768,4096]{1,0} fusion(%w.1), calls=%f",  # it computes
         "%slice.1 = bf16[1,768,4096]{2,1,0:T(8,128)S(1)} dynamic-slice(%w.1, %i)",
+        "%s = (bf16[32,768,4096]{2,1,0}, bf16[1,768,4096]{2,1,0:S(1)}) slice-start(%w.1)",
     ],
 )
 def test_what_is_no_copy_of_a_weight_is_let_pass(line: str):
