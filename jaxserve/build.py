@@ -153,7 +153,8 @@ def plan(
     where: Any = "",
     sharding: Sharding = ONE_DEVICE,
 ) -> Plan:
-    """What `config` comes to with a model of this config.json; touches no device and no file.
+    """What `config` comes to with a model of this config.json; touches no device and no file,
+    so `runner.layers` stays as it is.
 
     `pool_gib`: GiB for the KV pool where `config` names neither blocks nor memory; 0: what a CPU
     gets.  Raises ValueError when model and config do not go together, naming the model's place

@@ -66,7 +66,7 @@ def run(folder: Path, data: int, tensor: int) -> dict[str, Any]:
         scheduler=SchedulerConfig(token_budget=16, max_seqs=8, watermark=0.0),
         buckets=BucketConfig(tokens=(16,), rows=(8,)),
         sampling=SamplingConfig(penalties=False),
-        runner=RunnerConfig(compile_cache="off"),
+        runner=RunnerConfig(compile_cache="off", layers="loop"),
         mesh=MeshConfig(data=data, tensor=tensor),
     )
     assembly = assemble(config)

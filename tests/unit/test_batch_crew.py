@@ -120,8 +120,9 @@ def lines(count: int) -> list[Line]:
 def test_every_line_is_written_once(seed: int, count: int, size: int, lost_share: float):
     crew = Scripted(random.Random(seed), size, lost_share)
     job, sink, progress = CrewJob(crew, credit=CREDIT), Sink(), Silent()
-    job._losses = -(10**9)  # however often
-    job.run(iter(lines(count)), sink, progress)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("jaxserve.offline.crew.MAX_LOSSES", 10**9)  # however often
+        job.run(iter(lines(count)), sink, progress)
     assert sink.written == Counter(range(count))
     assert crew.most_held <= CREDIT
     now = job.snapshot()
