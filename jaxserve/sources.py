@@ -5,6 +5,7 @@ use; everything that is fetched appears in the cache folder whole or not at all.
 """
 
 import contextlib
+import logging
 import os
 import re
 import shutil
@@ -174,6 +175,8 @@ def _replace(path: Path, content: bytes) -> None:
 
 def _snapshot(name: str, cache: Path, **options: Any) -> Path:
     import huggingface_hub
+
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it warns at every attempt
 
     patterns = [*MODEL_FILES, "*.safetensors", "*.safetensors.index.json"]
     return Path(

@@ -7,6 +7,7 @@ multiples of their size, so the order in which a query sums up its context depen
 its prompt was cut nor on its neighbours.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -50,8 +51,15 @@ def ragged_paged_attention(
 def _gather(kv: jax.Array, layer: jax.Array, where: jax.Array, first: int) -> jax.Array:
     """K (`first` 0) or V (`first` H) of the blocks `where`, i32[..., blocks]: [..., K, span, H].
 
-    One read of the wanted half, straight into its place: no copy of both halves comes first.
+    A CPU reads the wanted half straight into its place, which saves a copy of both.  A TPU would
+    turn the whole KV around for that, so elsewhere blocks are read whole, once for K and V.
     """
+    half = functools.partial(_read_half, first=first)
+    whole = functools.partial(_read_whole, first=first)
+    return jax.lax.platform_dependent(kv, layer, where, cpu=half, default=whole)
+
+
+def _read_half(kv: jax.Array, layer: jax.Array, where: jax.Array, *, first: int) -> jax.Array:
     kv_heads, block_size, width = kv.shape[2], kv.shape[3], kv.shape[4] // 2
     lead = where.shape[:-1]
     starts = jnp.stack(jnp.broadcast_arrays(layer, where, jnp.int32(first)), axis=-1)
@@ -64,6 +72,13 @@ def _gather(kv: jax.Array, layer: jax.Array, where: jax.Array, first: int) -> ja
     sizes = (1, 1, kv_heads, block_size, width)
     found = jax.lax.gather(kv, starts, numbers, sizes, mode=jax.lax.GatherScatterMode.CLIP)
     return found.reshape(*lead, kv_heads, -1, width)
+
+
+def _read_whole(kv: jax.Array, layer: jax.Array, where: jax.Array, *, first: int) -> jax.Array:
+    kv_heads, width = kv.shape[2], kv.shape[4] // 2
+    pages = jnp.swapaxes(kv[layer, where], -4, -3)  # [..., K, blocks, block_size, 2H]
+    pages = pages.reshape(*where.shape[:-1], kv_heads, -1, 2 * width)
+    return pages[..., first : first + width]
 
 
 def _pad_to_span(tables: jax.Array, blocks: int) -> jax.Array:

@@ -16,7 +16,7 @@ def main() -> None:
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
     from jaxserve.preflight import hlo
-    from pallas_kernels.kv_write.xla import kv_write
+    from pallas_kernels.kv_write.api import kv_write
 
     mesh = Mesh(target.devices(CHIP), ("x",))
     place = NamedSharding(mesh, PartitionSpec())

@@ -93,7 +93,7 @@ class Killer:
         assert place.index not in self.results
         self.results[place.index] = result
         if self.killed is None and len(self.results) >= self.after:
-            self.killed = self.job.pids[0]
+            self.killed = next(iter(self.job.pids.values()))  # one that is known by now
             os.kill(self.killed, signal.SIGKILL)
 
     def flush(self) -> None: ...
