@@ -69,7 +69,8 @@ def spool(files: JobFiles, stream: BinaryIO, *, anew: bool) -> Input:
     """Standard input, kept beside the journal, so that the job can go on without it.
 
     When it is empty the copy of an earlier run is the input.  When it is not, it must be what the
-    earlier run was given, unless it may be `anew`.  Raises InputError.
+    earlier run was given, unless it may be `anew`; the earlier copy stays until `files.settle`.
+    Raises InputError.
     """
     storage = files.storage
     path = f"{files.layout.folder}/{_SPOOL}"
@@ -87,10 +88,13 @@ def spool(files: JobFiles, stream: BinaryIO, *, anew: bool) -> Input:
         file.sync()
     finally:
         file.close()
-    if anew or storage.size(path) is None:
+    if storage.size(path) is None:
         storage.rename(side, path)
     elif storage.size(path) == storage.size(side) and _equal(storage, path, side):
         storage.remove(side)
+    elif anew:
+        files.replace(side, path)
+        return Input([InputFile(storage, side, "standard input")])
     else:
         storage.remove(side)
         raise InputError(

@@ -1,6 +1,7 @@
 """`jaxserve batch` run again: after an interruption, after changes, beside another process."""
 
 import gzip
+import io
 import json
 import os
 import sys
@@ -117,6 +118,17 @@ def test_other_settings_are_refused_by_name_and_nothing_is_touched(
     assert len(assembled) == 1
     assert run(*options, "--accept-changes").code == 0
     assert run(*options).code == 0, "what was accepted is what the job is now"
+
+
+def test_what_only_a_promise_of_bits_makes_count_is_not_named_when_the_promise_changed(
+    run, files: Files
+):
+    files.write(*SEEDED[:5])
+    assert run("--set", "runner.deterministic=true").code == 0
+    ran = run()
+    assert ran.code == 2 and "begun with: runner.deterministic was true and is false." in ran.err
+    ran = run("--set", "runner.deterministic=true", "--set", "scheduler.max_seqs=9")
+    assert ran.code == 2 and "scheduler.max_seqs was" in ran.err
 
 
 def test_settings_that_do_not_change_results_are_no_change(run, files: Files):
@@ -285,13 +297,31 @@ def test_compressed_files_and_several_inputs(suffix: str, jaxserve, tmp_path: Pa
     assert len({r["id"] for r in results}) == 63
 
 
+class Stdin:
+    def __init__(self, data: bytes) -> None:
+        self.buffer = io.BytesIO(data)
+
+
+@pytest.mark.parametrize("option", ["--accept-changes", "--restart"])
+def test_a_refused_standard_input_leaves_the_one_before(
+    option: str, jaxserve, tmp_path, monkeypatch
+):
+    data = b"".join(json.dumps(row).encode() + b"\n" for row in SEEDED)
+    command = ("batch", "-", "--output", tmp_path / "out.jsonl")
+    interrupt_after(monkeypatch, 10)
+    monkeypatch.setattr(sys, "stdin", Stdin(data))
+    assert jaxserve(*command).code == 75
+    before = snapshot(tmp_path)
+    monkeypatch.setattr(sys, "stdin", Stdin(data + data.splitlines(keepends=True)[0]))
+    ran = jaxserve(*command, option)
+    assert ran.code == 2 and "lines 1 and 61 have the same custom_id" in ran.err
+    assert snapshot(tmp_path) == before
+    monkeypatch.setattr(sys, "stdin", Stdin(b""))
+    ran = jaxserve(*command)
+    assert ran.code == 0 and "60 done" in ran.err
+
+
 def test_standard_input_is_kept_so_that_the_job_can_go_on(jaxserve, tmp_path, monkeypatch):
-    import io
-
-    class Stdin:
-        def __init__(self, data: bytes) -> None:
-            self.buffer = io.BytesIO(data)
-
     data = b"".join(json.dumps(row).encode() + b"\n" for row in SEEDED)
     output = tmp_path / "out.jsonl"
     command = ("batch", "-", "--output", output)
@@ -321,7 +351,7 @@ def test_parts_of_a_size(run, files: Files, monkeypatch, undisturbed):
     lines = b"".join(part.read_bytes() for part in parts).splitlines()
     assert texts([json.loads(line) for line in lines]) == undisturbed
     ran = run()
-    assert ran.code == 2 and "--roll-size" in ran.err
+    assert ran.code == 2 and "was begun with --roll-size; give it again" in ran.err
 
 
 def test_openai_example_lines_run_unchanged(run, files: Files):
