@@ -192,6 +192,7 @@ def _run_locked(  # noqa: PLR0913
     started = time.monotonic()
     outcome = Outcome()
     if work.num_left or not work.num_lines:
+        _tell_what_is_left(work)
         outcome = run_engine(work, stop, _bytes(args.roll_size))
     else:
         files.settle()
@@ -222,6 +223,16 @@ def _run_locked(  # noqa: PLR0913
     if finished < work.num_lines:
         return common.PARKED
     return common.SOME_FAILED if report["failed"] else common.DONE
+
+
+def _tell_what_is_left(work: Work) -> None:
+    """The progress of a run counts from 0."""
+    if sum(work.num_before) or work.num_retried:
+        again = f", {work.num_retried} of them again" if work.num_retried else ""
+        common.note(
+            f"going on: {sum(work.num_before)} of {work.num_lines} lines have results, "
+            f"{work.num_left} are to be run{again}"
+        )
 
 
 def _shard(text: str) -> shard.Shard:

@@ -91,7 +91,10 @@ def test_b80_an_interrupted_job_goes_on_and_says_the_same(
     assert files.output.read_bytes().startswith(done)
     assert texts(files.read()) == undisturbed
     report = strict(ran.out)
-    assert (report["done"], report["done_before"]) == (60, len(done.splitlines()))
+    before = len(done.splitlines())
+    assert (report["done"], report["done_before"]) == (60, before)
+    told = f"going on: {before} of 60 lines have results, {60 - before} are to be run\n"
+    assert (told in ran.err) == (before > 0)
 
 
 CHANGES = [
@@ -227,6 +230,8 @@ def test_retry_errors_redoes_what_failed_for_a_passing_reason(run, files: Files,
     assert run().code == 1, "failed lines are results too"
     ran = run("--retry-errors", "--json")
     assert ran.code == 1
+    again = 6 - len(kept)
+    assert f"{1 + len(kept)} of 7 lines have results, {again} are to be run, {again} of" in ran.err
     report = strict(ran.out)
     assert (report["done"], report["failed"]) == (6, 1)
     assert [r["custom_id"] for r in files.read() if r["error"]] == ["bad"]
