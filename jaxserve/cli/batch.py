@@ -147,7 +147,7 @@ def _run(
 
     roll_bytes = _bytes(args.roll_size)
     from_stdin = args.inputs == [places.STANDARD_INPUT]
-    given = [] if from_stdin else places.find_inputs(args.inputs)
+    given = [] if from_stdin else places.find_inputs(args.inputs, args.output)
     storage, layout = places.find_output(args.output, given, rolled=roll_bytes is not None)
     settings = _settings(args, config, defaults)
 

@@ -106,7 +106,7 @@ def test_the_command_line_from_bucket_to_bucket(jaxserve):
         path.rsplit("/", 1)[1]
         for path in bucket.fs.ls(f"{bucket.address}/o.jsonl.journal", detail=False)
     ]
-    assert sorted(names) == ["records-00001", "settings.json"], "the lease was given back"
+    assert sorted(names) == ["records-00001", "settings.json", "status.json"], "the lease is left"
 
 
 def test_a_lease_keeps_another_process_out_until_it_ends():

@@ -302,6 +302,24 @@ def test_compressed_files_and_several_inputs(suffix: str, jaxserve, tmp_path: Pa
     assert len({r["id"] for r in results}) == 63
 
 
+@pytest.mark.parametrize("options", [(), ("--roll-size", "2K", "--sync-interval", 0)])
+def test_a_pattern_that_fits_the_output_too_goes_on(
+    options: tuple[Any, ...], jaxserve, files: Files, monkeypatch
+):
+    files.write(*SEEDED)
+    command = ("batch", files.input.parent / "*", "--output", files.output, *options)
+    interrupt_after(monkeypatch, 45)
+    assert jaxserve(*command).code == 75
+    assert len(list(files.output.parent.glob("out*.jsonl"))) >= 1
+    ran = jaxserve(*command)
+    assert ran.code == 0 and "60 done" in ran.err, ran.err
+    assert jaxserve(*command).code == 0
+    lines = [path.read_bytes() for path in files.output.parent.glob("out*.jsonl")]
+    assert len(texts([json.loads(line) for line in b"".join(lines).splitlines()])) == 60
+    refused = jaxserve("batch", files.input, files.output.parent / "out*", "--output", files.input)
+    assert refused.code == 2 and "is the input file" in refused.err
+
+
 class Stdin:
     def __init__(self, data: bytes) -> None:
         self.buffer = io.BytesIO(data)
