@@ -196,6 +196,7 @@ def _run_locked(  # noqa: PLR0913
         outcome = run_engine(work, stop, _bytes(args.roll_size))
     else:
         files.settle()
+        _correct_status(work)
     totals = outcome.totals
     finished = done_before + failed_before + totals.done + totals.failed
     startup = time.monotonic() - started - outcome.seconds
@@ -233,6 +234,21 @@ def _tell_what_is_left(work: Work) -> None:
             f"going on: {sum(work.num_before)} of {work.num_lines} lines have results, "
             f"{work.num_left} are to be run{again}"
         )
+
+
+def _correct_status(work: Work) -> None:
+    """Nothing is left to run, but a run that was killed behind its last result did not say so."""
+    from jaxserve.offline import status
+
+    storage, folder = work.files.storage, work.files.layout.folder
+    try:
+        found = status.read(storage, folder)
+    except (OSError, ValueError):
+        return
+    if found.state != "done":
+        facts = {"model": work.config.model.name, "shard": shard.name(work.args.shard)}
+        before = sum(work.num_before)
+        status.StatusFile(storage, folder, work.num_lines, before, **facts).end("done")
 
 
 def _shard(text: str) -> shard.Shard:

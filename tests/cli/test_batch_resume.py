@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from jaxserve.offline.codecs import codec_of
 from jaxserve.offline.lock import LocalLock
 from jaxserve.offline.output import Output
 from tests.cli import fakes
@@ -318,6 +319,28 @@ def test_a_pattern_that_fits_the_output_too_goes_on(
     assert len(texts([json.loads(line) for line in b"".join(lines).splitlines()])) == 60
     refused = jaxserve("batch", files.input, files.output.parent / "out*", "--output", files.input)
     assert refused.code == 2 and "is the input file" in refused.err
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+@pytest.mark.parametrize("frames", [1, 60])
+def test_a_compressed_input_that_is_cut_off_is_refused(
+    suffix: str, frames: int, jaxserve, tmp_path: Path, assembled
+):
+    codec = codec_of(suffix)
+    rows = [json.dumps(row).encode() + b"\n" for row in SEEDED]
+    size = len(rows) // frames
+    blocks = [codec.encode(b"".join(rows[at : at + size])) for at in range(0, len(rows), size)]
+    data, given = b"".join(blocks), tmp_path / f"in.jsonl{suffix}"
+    command = ("batch", given, "--output", tmp_path / "out.jsonl")
+    for cut in (1, 9, len(blocks[-1]) // 2, len(blocks[-1]) - 2):
+        given.write_bytes(data[:-cut])
+        ran = jaxserve(*command)
+        assert ran.code == 2 and "cut off" in ran.err, (cut, ran.err)
+    assert not assembled
+    assert [path.name for path in tmp_path.iterdir()] == [given.name]
+    given.write_bytes(data)
+    assert jaxserve(*command).code == 0
+    assert len((tmp_path / "out.jsonl").read_bytes().splitlines()) == 60
 
 
 class Stdin:
