@@ -147,7 +147,7 @@ def _run(
 
     roll_bytes = _bytes(args.roll_size)
     from_stdin = args.inputs == [places.STANDARD_INPUT]
-    given = [] if from_stdin else places.find_inputs(args.inputs)
+    given = [] if from_stdin else places.find_inputs(args.inputs, args.output)
     storage, layout = places.find_output(args.output, given, rolled=roll_bytes is not None)
     settings = _settings(args, config, defaults)
 
@@ -192,9 +192,11 @@ def _run_locked(  # noqa: PLR0913
     started = time.monotonic()
     outcome = Outcome()
     if work.num_left or not work.num_lines:
+        _tell_what_is_left(work)
         outcome = run_engine(work, stop, _bytes(args.roll_size))
     else:
         files.settle()
+        _correct_status(work)
     totals = outcome.totals
     finished = done_before + failed_before + totals.done + totals.failed
     startup = time.monotonic() - started - outcome.seconds
@@ -222,6 +224,31 @@ def _run_locked(  # noqa: PLR0913
     if finished < work.num_lines:
         return common.PARKED
     return common.SOME_FAILED if report["failed"] else common.DONE
+
+
+def _tell_what_is_left(work: Work) -> None:
+    """The progress of a run counts from 0."""
+    if sum(work.num_before) or work.num_retried:
+        again = f", {work.num_retried} of them again" if work.num_retried else ""
+        common.note(
+            f"going on: {sum(work.num_before)} of {work.num_lines} lines have results, "
+            f"{work.num_left} are to be run{again}"
+        )
+
+
+def _correct_status(work: Work) -> None:
+    """Nothing is left to run, but a run that was killed behind its last result did not say so."""
+    from jaxserve.offline import status
+
+    storage, folder = work.files.storage, work.files.layout.folder
+    try:
+        found = status.read(storage, folder)
+    except (OSError, ValueError):
+        return
+    if found.state != "done":
+        facts = {"model": work.config.model.name, "shard": shard.name(work.args.shard)}
+        before = sum(work.num_before)
+        status.StatusFile(storage, folder, work.num_lines, before, **facts).end("done")
 
 
 def _shard(text: str) -> shard.Shard:

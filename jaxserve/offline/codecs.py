@@ -3,8 +3,10 @@ its own, so that a file can grow block by block and any tool reads it as one."""
 
 import gzip
 import io
+from collections.abc import Callable
 from typing import Any, BinaryIO, Protocol, cast
 
+_FED = 2048  # bytes that a decoder of frames is given at a time; at worst 64 MiB come out
 LEVEL = 6  # of gzip; zstd has its default
 
 
@@ -60,8 +62,7 @@ class Zstd:
         return self._zstd.ZstdDecompressor().decompress(block)
 
     def reader(self, file: BinaryIO) -> BinaryIO:
-        decoder = self._zstd.ZstdDecompressor()
-        stream = decoder.stream_reader(file, read_across_frames=True)
+        stream = _Frames(file, self._zstd.ZstdDecompressor().decompressobj)
         return cast(BinaryIO, io.BufferedReader(_Checked(stream), 1 << 20))
 
 
@@ -70,6 +71,32 @@ def codec_of(path: str) -> Codec:
     if path.endswith(".gz"):
         return Gzip()
     return Zstd() if path.endswith(".zst") else Plain()
+
+
+class _Frames:
+    """Frames one after the other.  zstandard's own reader takes one that is cut off for the end of
+    the file, and lines would be missing in silence."""
+
+    def __init__(self, file: BinaryIO, new_frame: Callable[[], Any]) -> None:
+        self._file, self._new_frame = file, new_frame
+        self._frame: Any = None  # None between frames
+        self._fed = b""  # not decoded yet
+        self._data = memoryview(b"")  # decoded
+
+    def read(self, size: int) -> memoryview:
+        while not self._data:
+            self._fed = self._fed or self._file.read(_FED)
+            if not self._fed:
+                if self._frame is not None:
+                    raise EOFError("the file ends within a frame")
+                break
+            self._frame = self._frame or self._new_frame()
+            self._data = memoryview(self._frame.decompress(self._fed))
+            self._fed = self._frame.unused_data if self._frame.eof else b""
+            if self._frame.eof:
+                self._frame = None
+        data, self._data = self._data[:size], self._data[size:]
+        return data
 
 
 class _Checked(io.RawIOBase):

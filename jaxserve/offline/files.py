@@ -54,6 +54,8 @@ class JobFiles:
         self._keep: Callable[[np.ndarray], np.ndarray] | None = None  # lines that a rewrite keeps
         self._settings: dict[str, Any] = {}
         self._moves: list[tuple[str, str]] = []
+        self._replaced: tuple[str, str] | None = None  # standard input: the new copy, the old one
+        self._given: Input
         self.scan: Scan
         self.finished: np.ndarray  # bool[N]
         self.outcomes: np.ndarray  # u8[N], for finished lines
@@ -64,6 +66,7 @@ class JobFiles:
 
         Raises InputError when the job cannot go on like this: nothing of it was changed then.
         """
+        self._given = given
         self.scan = given.scan()
         count = self.scan.num_lines
         described = {"input": self.scan.digest, "lines": count, "rolled": self.layout.rolled}
@@ -77,6 +80,11 @@ class JobFiles:
         else:
             self._compare(wishes)
             self._resume(wishes)
+
+    def replace(self, side: str, path: str) -> None:
+        """`side`, the file that `prepare` is given, takes the place of `path` in `settle`; in
+        `close` it is dropped when it came to nothing."""
+        self._replaced = (side, path)
 
     @property
     def num_finished(self) -> int:
@@ -94,6 +102,11 @@ class JobFiles:
         if self._keep is not None:
             output.rewrite(self.storage, self.layout, self._parts, self._keep)
             self._parts = [part.trimmed() for part in output.load(self.storage, self.layout)]
+        if self._replaced is not None:
+            side, path = self._replaced
+            self.storage.rename(side, path)
+            self._given.files = [file._replace(path=path) for file in self._given.files]
+            self._replaced = None
         data = json.dumps({"format": FORMAT, "settings": self._settings}, indent=1).encode()
         path = f"{self.layout.folder}/{_SETTINGS}"
         if self._fresh or self._moves or read_all(self.storage, path) != data:
@@ -114,6 +127,9 @@ class JobFiles:
             for name in self.storage.names(self.layout.folder):
                 self.storage.remove(f"{self.layout.folder}/{name}")
             self.storage.remove_folder(self.layout.folder)
+        elif self._replaced is not None:
+            self.storage.remove(self._replaced[0])
+        self._replaced = None
         self.lock.release()
 
     def _refuse_foreign_output(self) -> None:
@@ -136,7 +152,18 @@ class JobFiles:
             raise InputError(f"{path} cannot be used ({error}); --restart begins anew") from error
         fixed = [change for change in differing if change.startswith("rolled")]
         if fixed:
-            raise InputError(f"{self.layout.output} was begun otherwise (--roll-size): {fixed[0]}")
+            was, do = (
+                ("with", "give it again")
+                if self._settings["rolled"] is False
+                else (
+                    "without",
+                    "leave it out",
+                )
+            )
+            raise InputError(
+                f"{self.layout.output} was begun {was} --roll-size; {do}, or add --restart to "
+                f"begin anew"
+            )
         if differing and not wishes.accept_changes:
             raise InputError(
                 f"this is not the job that {self.layout.output} was begun with: "

@@ -12,6 +12,7 @@ from jaxserve.request import SamplingParams
 
 SAMPLED_ABOVE = 64 << 20  # bytes; of larger files only parts are hashed
 _PIECES, _PIECE = 256, 64 << 10
+_BITS, _BIT_SECTIONS = "runner.deterministic", ("scheduler.", "buckets.")
 _TOKENIZER = ("tokenizer", "special_tokens", "added_tokens", "chat_template", "vocab", "merges")
 
 
@@ -27,17 +28,21 @@ def settings_of(
     for section in sections:
         for key, value in dataclasses.asdict(getattr(config, section)).items():
             settings[f"{section}.{key}"] = value
-    settings["runner.deterministic"] = config.runner.deterministic
+    settings[_BITS] = config.runner.deterministic
     for key, value in dataclasses.asdict(defaults).items():
         settings[f"--{key.replace('_', '-')}"] = value
     return json.loads(json.dumps(settings))
 
 
 def changes(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    """Every key whose value differs, with both values."""
+    """Every key whose value differs, with both values.  Not the keys that count only where bits
+    are promised, when just one of the two promises them."""
+    keys = old.keys() | new.keys()
+    if old.get(_BITS) != new.get(_BITS):
+        keys = {key for key in keys if not key.startswith(_BIT_SECTIONS)}
     return [
         f"{key} was {_shown(old.get(key))} and is {_shown(new.get(key))}"
-        for key in sorted(old.keys() | new.keys())
+        for key in sorted(keys)
         if old.get(key) != new.get(key)
     ]
 

@@ -9,7 +9,7 @@ import glob
 import hashlib
 import io
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from hashlib import blake2b
 from typing import Any, BinaryIO, NamedTuple, cast
 
@@ -158,8 +158,9 @@ def open_input(file: InputFile) -> BinaryIO:
         raise InputError(str(error)) from error
 
 
-def expand(argument: str) -> list[str]:
-    """The files that an argument names; a name with *, ? or [ that is no file is a pattern.
+def expand(argument: str, leave_out: Callable[[str], bool] = lambda name: False) -> list[str]:
+    """The files that an argument names; a name with *, ? or [ that is no file is a pattern, and
+    fits neither folders nor what is to be left out.
 
     Raises InputError when a pattern fits nothing.
     """
@@ -167,7 +168,9 @@ def expand(argument: str) -> list[str]:
 
     if os.path.lexists(argument) or not glob.has_magic(argument):
         return [argument]
-    found = sorted(glob.glob(argument))
+    found = sorted(
+        name for name in glob.glob(argument) if not (os.path.isdir(name) or leave_out(name))
+    )
     if not found:
         raise InputError(f"no file fits {argument}")
     return found

@@ -75,7 +75,7 @@ def parse_object(line: Line) -> dict[str, Any]:
     if line.data is None:
         raise LineError("line_too_long", f"the line is longer than {MAX_LINE_BYTES} bytes")
     try:
-        text = line.data.decode("utf-8")
+        text = line.data.decode("utf-8").rstrip("\r\n")  # so that columns are those of the line
     except UnicodeDecodeError as error:
         raise LineError("invalid_json", f"not valid UTF-8 at byte {error.start}") from error
     try:

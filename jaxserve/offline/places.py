@@ -1,7 +1,8 @@
 """From what the command line names to files: paths, patterns, addresses, standard input."""
 
 import os
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from typing import BinaryIO
 
 from jaxserve.offline.codecs import MissingPackage, codec_of
@@ -27,17 +28,21 @@ def storage_of(path: str) -> tuple[Storage, str]:
         raise InputError(str(error)) from error
 
 
-def find_inputs(arguments: Sequence[str]) -> list[InputFile]:
-    """Raises InputError when one is missing, is no file, or is named twice."""
+def find_inputs(arguments: Sequence[str], output: str | None = None) -> list[InputFile]:
+    """What a job that writes `output` reads: a pattern does not name what the job wrote itself.
+
+    Raises InputError when one is missing, is no file, or is named twice.
+    """
     files: list[InputFile] = []
+    is_own = _own_files(output)
     for argument in arguments:
         if argument == STANDARD_INPUT:
             raise InputError("standard input (-) cannot go with other inputs")
         storage, path = storage_of(argument)
         if isinstance(storage, ObjectStorage):
-            files += _remote_inputs(storage, argument)
+            files += _remote_inputs(storage, argument, is_own)
             continue
-        for name in expand(argument.removeprefix("file://")):
+        for name in expand(argument.removeprefix("file://"), is_own):
             _check_local_input(name)
             files.append(InputFile(storage, local(name), name))
     seen: set[str] = set()
@@ -69,7 +74,8 @@ def spool(files: JobFiles, stream: BinaryIO, *, anew: bool) -> Input:
     """Standard input, kept beside the journal, so that the job can go on without it.
 
     When it is empty the copy of an earlier run is the input.  When it is not, it must be what the
-    earlier run was given, unless it may be `anew`.  Raises InputError.
+    earlier run was given, unless it may be `anew`; the earlier copy stays until `files.settle`.
+    Raises InputError.
     """
     storage = files.storage
     path = f"{files.layout.folder}/{_SPOOL}"
@@ -87,10 +93,13 @@ def spool(files: JobFiles, stream: BinaryIO, *, anew: bool) -> Input:
         file.sync()
     finally:
         file.close()
-    if anew or storage.size(path) is None:
+    if storage.size(path) is None:
         storage.rename(side, path)
     elif storage.size(path) == storage.size(side) and _equal(storage, path, side):
         storage.remove(side)
+    elif anew:
+        files.replace(side, path)
+        return Input([InputFile(storage, side, "standard input")])
     else:
         storage.remove(side)
         raise InputError(
@@ -98,6 +107,28 @@ def spool(files: JobFiles, stream: BinaryIO, *, anew: bool) -> Input:
             "(< /dev/null), or add --restart or --accept-changes"
         )
     return Input([InputFile(storage, path, "standard input")])
+
+
+def _own_files(output: str | None) -> Callable[[str], bool]:
+    """Tells the results of a job that began before, which its journal shows, from other files."""
+    if output is None:
+        return lambda name: False
+    storage, where = storage_of(output)
+    layout = Layout(where, rolled=True)
+    try:
+        began = bool(storage.names(layout.folder))
+    except OSError as error:
+        raise InputError(f"--output {output} cannot be looked at: {error}") from error
+    if not began:
+        return lambda name: False
+    before, _, after = layout.part(1).rpartition("00001")
+    part = re.compile(re.escape(before) + r"\d{5,}" + re.escape(after))
+
+    def is_own(name: str) -> bool:
+        name = name if is_remote(name) else local(name)
+        return name == where or part.fullmatch(name) is not None
+
+    return is_own
 
 
 def _equal(storage: Storage, first: str, second: str) -> bool:
@@ -134,9 +165,13 @@ def _check_codec(path: str) -> None:
         raise InputError(str(error)) from error
 
 
-def _remote_inputs(storage: ObjectStorage, address: str) -> list[InputFile]:
+def _remote_inputs(
+    storage: ObjectStorage, address: str, is_own: Callable[[str], bool]
+) -> list[InputFile]:
     try:
-        found = storage.glob(address) if any(c in address for c in "*?[") else [address]
+        found = [address]
+        if any(c in address for c in "*?["):
+            found = [name for name in storage.glob(address) if not is_own(name)]
         missing = not found or (len(found) == 1 and storage.size(found[0]) is None)
     except OSError as error:
         raise InputError(f"{address} cannot be read: {error}") from error

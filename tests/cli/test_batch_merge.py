@@ -91,6 +91,26 @@ def test_shards_give_what_one_job_gives(shards: Shards, run, files: Files):
     assert "12" in merged.err and "lines failed" in merged.err
 
 
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+def test_compressed_shards_are_merged_to_the_same(suffix: str, shards: Shards, files: Files):
+    shards.run()
+    assert shards.merge().code == 1
+    plain = [stable(result) for result in files.read()]
+    shards.outputs = [path.with_name(path.name + suffix) for path in shards.outputs]
+    shards.run()
+    assert shards.outputs[0].read_bytes()[:1] in (b"\x1f", b"\x28")
+    assert shards.merge("--overwrite").code == 1
+    assert [stable(result) for result in files.read()] == plain
+    names = {path.name for path in files.output.parent.iterdir() if path.is_file()}
+    assert not any("merging" in name for name in names)
+    shards.merged.unlink()
+    whole = shards.outputs[1].read_bytes()
+    shards.outputs[1].write_bytes(whole[:-9])
+    ran = shards.merge()
+    assert ran.code == 1 and "damaged or cut off" in ran.err, ran.err
+    assert not shards.merged.exists()
+
+
 def test_a_line_that_is_missing(shards: Shards):
     shards.run()
     lines = shards.outputs[1].read_bytes().splitlines(keepends=True)

@@ -1,6 +1,7 @@
 """`jaxserve batch` run again: after an interruption, after changes, beside another process."""
 
 import gzip
+import io
 import json
 import os
 import sys
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from jaxserve.offline.codecs import codec_of
 from jaxserve.offline.lock import LocalLock
 from jaxserve.offline.output import Output
 from tests.cli import fakes
@@ -90,7 +92,10 @@ def test_b80_an_interrupted_job_goes_on_and_says_the_same(
     assert files.output.read_bytes().startswith(done)
     assert texts(files.read()) == undisturbed
     report = strict(ran.out)
-    assert (report["done"], report["done_before"]) == (60, len(done.splitlines()))
+    before = len(done.splitlines())
+    assert (report["done"], report["done_before"]) == (60, before)
+    told = f"going on: {before} of 60 lines have results, {60 - before} are to be run\n"
+    assert (told in ran.err) == (before > 0)
 
 
 CHANGES = [
@@ -117,6 +122,17 @@ def test_other_settings_are_refused_by_name_and_nothing_is_touched(
     assert len(assembled) == 1
     assert run(*options, "--accept-changes").code == 0
     assert run(*options).code == 0, "what was accepted is what the job is now"
+
+
+def test_what_only_a_promise_of_bits_makes_count_is_not_named_when_the_promise_changed(
+    run, files: Files
+):
+    files.write(*SEEDED[:5])
+    assert run("--set", "runner.deterministic=true").code == 0
+    ran = run()
+    assert ran.code == 2 and "begun with: runner.deterministic was true and is false." in ran.err
+    ran = run("--set", "runner.deterministic=true", "--set", "scheduler.max_seqs=9")
+    assert ran.code == 2 and "scheduler.max_seqs was" in ran.err
 
 
 def test_settings_that_do_not_change_results_are_no_change(run, files: Files):
@@ -215,6 +231,8 @@ def test_retry_errors_redoes_what_failed_for_a_passing_reason(run, files: Files,
     assert run().code == 1, "failed lines are results too"
     ran = run("--retry-errors", "--json")
     assert ran.code == 1
+    again = 6 - len(kept)
+    assert f"{1 + len(kept)} of 7 lines have results, {again} are to be run, {again} of" in ran.err
     report = strict(ran.out)
     assert (report["done"], report["failed"]) == (6, 1)
     assert [r["custom_id"] for r in files.read() if r["error"]] == ["bad"]
@@ -285,13 +303,71 @@ def test_compressed_files_and_several_inputs(suffix: str, jaxserve, tmp_path: Pa
     assert len({r["id"] for r in results}) == 63
 
 
+@pytest.mark.parametrize("options", [(), ("--roll-size", "2K", "--sync-interval", 0)])
+def test_a_pattern_that_fits_the_output_too_goes_on(
+    options: tuple[Any, ...], jaxserve, files: Files, monkeypatch
+):
+    files.write(*SEEDED)
+    command = ("batch", files.input.parent / "*", "--output", files.output, *options)
+    interrupt_after(monkeypatch, 45)
+    assert jaxserve(*command).code == 75
+    assert len(list(files.output.parent.glob("out*.jsonl"))) >= 1
+    ran = jaxserve(*command)
+    assert ran.code == 0 and "60 done" in ran.err, ran.err
+    assert jaxserve(*command).code == 0
+    lines = [path.read_bytes() for path in files.output.parent.glob("out*.jsonl")]
+    assert len(texts([json.loads(line) for line in b"".join(lines).splitlines()])) == 60
+    refused = jaxserve("batch", files.input, files.output.parent / "out*", "--output", files.input)
+    assert refused.code == 2 and "is the input file" in refused.err
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+@pytest.mark.parametrize("frames", [1, 60])
+def test_a_compressed_input_that_is_cut_off_is_refused(
+    suffix: str, frames: int, jaxserve, tmp_path: Path, assembled
+):
+    codec = codec_of(suffix)
+    rows = [json.dumps(row).encode() + b"\n" for row in SEEDED]
+    size = len(rows) // frames
+    blocks = [codec.encode(b"".join(rows[at : at + size])) for at in range(0, len(rows), size)]
+    data, given = b"".join(blocks), tmp_path / f"in.jsonl{suffix}"
+    command = ("batch", given, "--output", tmp_path / "out.jsonl")
+    for cut in (1, 9, len(blocks[-1]) // 2, len(blocks[-1]) - 2):
+        given.write_bytes(data[:-cut])
+        ran = jaxserve(*command)
+        assert ran.code == 2 and "cut off" in ran.err, (cut, ran.err)
+    assert not assembled
+    assert [path.name for path in tmp_path.iterdir()] == [given.name]
+    given.write_bytes(data)
+    assert jaxserve(*command).code == 0
+    assert len((tmp_path / "out.jsonl").read_bytes().splitlines()) == 60
+
+
+class Stdin:
+    def __init__(self, data: bytes) -> None:
+        self.buffer = io.BytesIO(data)
+
+
+@pytest.mark.parametrize("option", ["--accept-changes", "--restart"])
+def test_a_refused_standard_input_leaves_the_one_before(
+    option: str, jaxserve, tmp_path, monkeypatch
+):
+    data = b"".join(json.dumps(row).encode() + b"\n" for row in SEEDED)
+    command = ("batch", "-", "--output", tmp_path / "out.jsonl")
+    interrupt_after(monkeypatch, 10)
+    monkeypatch.setattr(sys, "stdin", Stdin(data))
+    assert jaxserve(*command).code == 75
+    before = snapshot(tmp_path)
+    monkeypatch.setattr(sys, "stdin", Stdin(data + data.splitlines(keepends=True)[0]))
+    ran = jaxserve(*command, option)
+    assert ran.code == 2 and "lines 1 and 61 have the same custom_id" in ran.err
+    assert snapshot(tmp_path) == before
+    monkeypatch.setattr(sys, "stdin", Stdin(b""))
+    ran = jaxserve(*command)
+    assert ran.code == 0 and "60 done" in ran.err
+
+
 def test_standard_input_is_kept_so_that_the_job_can_go_on(jaxserve, tmp_path, monkeypatch):
-    import io
-
-    class Stdin:
-        def __init__(self, data: bytes) -> None:
-            self.buffer = io.BytesIO(data)
-
     data = b"".join(json.dumps(row).encode() + b"\n" for row in SEEDED)
     output = tmp_path / "out.jsonl"
     command = ("batch", "-", "--output", output)
@@ -321,7 +397,7 @@ def test_parts_of_a_size(run, files: Files, monkeypatch, undisturbed):
     lines = b"".join(part.read_bytes() for part in parts).splitlines()
     assert texts([json.loads(line) for line in lines]) == undisturbed
     ran = run()
-    assert ran.code == 2 and "--roll-size" in ran.err
+    assert ran.code == 2 and "was begun with --roll-size; give it again" in ran.err
 
 
 def test_openai_example_lines_run_unchanged(run, files: Files):

@@ -94,6 +94,20 @@ def test_the_command_tells_of_a_job_that_is_done(jaxserve, run, files: Files):
     assert jaxserve("batch", "status", files.output, "--watch").code == 0
 
 
+def test_a_job_that_was_killed_behind_its_last_result_is_done(jaxserve, run, files: Files):
+    files.write(GOOD, GOOD)
+    assert run().code == 0
+    path = status_path(files.output)
+    killed = strict(path.read_text()) | {"state": "running", "pid": 2**22 + 1}
+    path.write_text(json.dumps(killed))
+    assert jaxserve("batch", "status", files.output).out.startswith("dead: ")
+    assert run().code == 0
+    assert jaxserve("batch", "status", files.output).out.startswith("done: 2 of 2 lines (100%)")
+    before = path.stat().st_mtime_ns
+    assert run().code == 0
+    assert path.stat().st_mtime_ns == before
+
+
 def test_no_job_and_no_status_file(jaxserve, files: Files):
     ran = jaxserve("batch", "status", files.output)
     assert ran.code == 2

@@ -237,3 +237,9 @@ def test_b79_ids():
     for bad in (7, "", None, ["x"], "x" * 1000):
         with pytest.raises(LineError, match="custom_id"):
             custom_id(envelope({}, custom_id=bad), 3)
+
+
+@pytest.mark.parametrize("end", [b"", b"\n", b"\r\n"])
+def test_a_column_is_one_of_the_line(end: bytes):
+    with pytest.raises(LineError, match=r"column 14\)"):
+        parse_object(Line(Place(1), b'{"prompt":"x"' + end))
