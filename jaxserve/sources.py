@@ -5,7 +5,6 @@ use; everything that is fetched appears in the cache folder whole or not at all.
 """
 
 import contextlib
-import logging
 import os
 import re
 import shutil
@@ -176,7 +175,7 @@ def _replace(path: Path, content: bytes) -> None:
 def _snapshot(name: str, cache: Path, **options: Any) -> Path:
     import huggingface_hub
 
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it warns at every attempt
+    huggingface_hub.utils.logging.set_verbosity_error()  # it warns at every attempt
 
     patterns = [*MODEL_FILES, "*.safetensors", "*.safetensors.index.json"]
     return Path(

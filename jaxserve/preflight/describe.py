@@ -1,7 +1,6 @@
 """The shapes of a model without its weights: config.json, a GGUF header, a shipped description."""
 
 import json
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +47,7 @@ def _from_hub(name: str, config_file: Path | None) -> dict[str, Any]:
     try:
         import huggingface_hub
 
-        logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it warns at every attempt
+        huggingface_hub.utils.logging.set_verbosity_error()  # it warns at every attempt
         fetched = huggingface_hub.hf_hub_download(name, "config.json", etag_timeout=10)
     except Exception as error:  # the hub client raises many kinds, all of them long
         line = (str(error).strip().splitlines() or [type(error).__name__])[0]
