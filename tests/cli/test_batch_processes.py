@@ -2,7 +2,6 @@
 
 import json
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -147,11 +146,9 @@ def check_full(process: subprocess.Popen[str], output: Path, words: str) -> None
 def test_a_file_that_may_not_grow_ends_the_job_and_the_next_run_goes_on(tmp_path: Path):
     write_lines(tmp_path / "in.jsonl", COUNT)
     output = tmp_path / "out.jsonl"
-    limit = (40_000, 40_000)
-    process = start(
-        *("batch", tmp_path / "in.jsonl", "--output", output),
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limit),
-    )
+    limited = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, 40_000))"
+    command = ("batch", tmp_path / "in.jsonl", "--output", output)
+    process = start(*command, code=f"{limited}\n{PROBE}")
     check_full(process, output, "File too large")
     assert resume(tmp_path)["done_before"] > 50
 

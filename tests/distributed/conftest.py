@@ -1,6 +1,7 @@
 """A Ray cluster of two workers on this machine, and a tiny random model for its actors."""
 
 import os
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -83,13 +84,16 @@ def _start(ray: Any) -> str:
     """Ray gives its own processes 30 s, which a busy machine may not keep: three tries."""
     while True:
         try:
-            context = ray.init(
-                num_cpus=2,
-                include_dashboard=False,
-                configure_logging=False,
-                log_to_driver=False,
-                object_store_memory=100 << 20,
-            )
+            with warnings.catch_warnings():
+                # Ray forks its processes; they start another program at once.
+                warnings.filterwarnings("ignore", r"os\.fork\(\) was called", RuntimeWarning)
+                context = ray.init(
+                    num_cpus=2,
+                    include_dashboard=False,
+                    configure_logging=False,
+                    log_to_driver=False,
+                    object_store_memory=100 << 20,
+                )
         except Exception as error:
             _FAILED.append(error)
             ray.shutdown()
