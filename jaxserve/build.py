@@ -81,7 +81,6 @@ def _assemble(
     with ThreadPoolExecutor(2) as pool:
         loading_tokenizer = pool.submit(load_tokenizer, Path(path))
         hf_config = checkpoint.hf_config
-        config = _with_layers(config)
         sharding = make_sharding(config.mesh.data, config.mesh.tensor)
         pool_gib = _pool_gib(config, hf_config, sharding)
         where = checkpoint.path
@@ -108,16 +107,6 @@ def _assemble(
     engine = Engine(config, runner, limits, on_step=on_step)
     engine.set_costs(runner.costs())
     return Assembly(engine, runner, tokenizer, config, timer.parts)
-
-
-def _with_layers(config: EngineConfig) -> EngineConfig:
-    """How the layers run where the config leaves it open; a bundle has whole backbones."""
-    layers = config.runner.layers
-    if layers == "auto":
-        alone = config.mesh.data * config.mesh.tensor == 1 and not config.runner.bundle
-        layers = "calls" if alone and jax.default_backend() == "cpu" else "loop"
-    runner = dataclasses.replace(config.runner, layers=layers)
-    return dataclasses.replace(config, runner=runner)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,8 +142,7 @@ def plan(
     where: Any = "",
     sharding: Sharding = ONE_DEVICE,
 ) -> Plan:
-    """What `config` comes to with a model of this config.json; touches no device and no file,
-    so `runner.layers` stays as it is.
+    """What `config` comes to with a model of this config.json; touches no device and no file.
 
     `pool_gib`: GiB for the KV pool where `config` names neither blocks nor memory; 0: what a CPU
     gets.  Raises ValueError when model and config do not go together, naming the model's place
@@ -167,9 +155,8 @@ def plan(
     copies = kv_copies(stored.N, stored.K, config.mesh.tensor)
     max_len = stored.longest if asked else stored.max_position
     block_bytes = block_bytes_of(with_kv_copies(stored, copies), config, dtype)
-    if not config.cache.num_blocks:
-        gib = config.cache.memory_gib or pool_gib or memory.CPU_POOL_GIB
-        cache = dataclasses.replace(config.cache, memory_gib=gib)
+    if pool_gib and not config.cache.memory_gib:
+        cache = dataclasses.replace(config.cache, memory_gib=pool_gib)
         config = dataclasses.replace(config, cache=cache)
     config = resolve(config, max_len, block_bytes)
     stored = family.config_from_hf(hf_config, dtype=dtype, max_len=config.model.max_len)
@@ -190,8 +177,8 @@ def _pool_gib(config: EngineConfig, hf_config: dict[str, Any], sharding: Shardin
     """GiB that this device has for the pool; 0 where that need not be measured or cannot be: on a
     device that reports its memory the largest programs are compiled to find out.
     """
-    stats = jax.local_devices()[0].memory_stats()
-    if config.cache.num_blocks or config.cache.memory_gib or not stats:
+    limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
+    if config.cache.num_blocks or config.cache.memory_gib or not limit:
         return 0.0
     first = plan(config, hf_config, sharding=sharding)
 
@@ -209,7 +196,7 @@ def _pool_gib(config: EngineConfig, hf_config: dict[str, Any], sharding: Shardin
             m.get("outputs", 0) - m.get("aliased", 0) for m in sizes
         )
 
-    return memory.pool_gib(0.0, stats, first.weight_bytes, measure_scratch)
+    return memory.pool_gib(limit, first.weight_bytes, measure_scratch)
 
 
 def _load(checkpoint: Any, made: Plan, timer: "_Timer") -> Any:

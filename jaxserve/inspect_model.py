@@ -4,13 +4,15 @@ import collections
 import math
 from typing import Any
 
+from jaxserve.preflight import target
+from jaxserve.runner.memory import GIB, HEADROOM
 from model_zoo import registry
 from model_zoo.checkpoint import Checkpoint
+from pallas_kernels.ragged_paged_attention.api import kv_shape
 
 _BYTES = {"float32": 4, "bfloat16": 2}
-_CHIPS = {"v5e": 17.2e9, "v6e": 34.4e9, "v5p": 103.0e9, "h200": 150.1e9}  # bytes of memory each
+_CHIPS = ("v5e", "v6e", "v5p", "h200")
 _SLICES = (1, 2, 4, 8)
-_HEADROOM = 0.92  # as runner/memory.py plans
 
 
 def describe(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -72,7 +74,8 @@ def _raw(hf: dict[str, Any]) -> dict[str, Any]:
 
 
 def _kv_bytes(c: Any) -> dict[str, int]:
-    return {name: 2 * c.L * c.K * c.H * size for name, size in _BYTES.items()}
+    values = math.prod(kv_shape(c.L, 1, 1, c.K, c.H))
+    return {name: values * size for name, size in _BYTES.items()}
 
 
 def rope(config: dict[str, Any]) -> dict[str, Any]:
@@ -106,14 +109,15 @@ def fits(c: Any) -> dict[str, str]:
 
     size = _BYTES["bfloat16"]
     weights = size * sum(math.prod(shape) for shape in shapes(c).values())
-    return {chip: _fewest(c, weights, memory) for chip, memory in _CHIPS.items()}
+    memory = {chip: target.chips()[chip]["hbm_gib"] * GIB for chip in _CHIPS}
+    return {chip: _fewest(c, weights, size) for chip, size in memory.items()}
 
 
 def _fewest(c: Any, weights: int, memory: float) -> str:
     for chips in _SLICES:
         heads = -(-c.K // chips)  # on one chip
         token = _kv_bytes(c)["bfloat16"] * heads // c.K
-        tokens = int((_HEADROOM * memory - weights / chips) // token)
+        tokens = int((HEADROOM * memory - weights / chips) // token)
         if tokens >= c.max_position:
             return f"{chips} chip{'s' if chips > 1 else ''}, {tokens:,} tokens of KV"
     return f"not on {_SLICES[-1]} chips"

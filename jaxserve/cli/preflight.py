@@ -66,6 +66,11 @@ def run(args: argparse.Namespace) -> int:
                 "--bundle: programs for a GPU that are compiled without it are not tuned; "
                 "start on the GPU and keep its compile cache (runner.compile_cache)"
             )
+        if args.bundle is not None and not config.cache.num_blocks:
+            raise common.UsageError(
+                "--bundle needs cache.num_blocks: its programs are for one size of the KV pool; "
+                "without --bundle, preflight says how many blocks fit"
+            )
         hf = describe.hf_config(config.model.name, args.config)
         job = Job(
             str(wanted),

@@ -5,20 +5,16 @@ import math
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-from flax import nnx
 
-from jaxserve.batch.buckets import resolve
-from jaxserve.build import DEFAULT_DTYPE, block_bytes_of
+from jaxserve import build
 from jaxserve.config import EngineConfig
 from jaxserve.preflight.child import largest_prime
 from jaxserve.preflight.target import Target
 from jaxserve.runner.device_step import DeviceStep
-from jaxserve.runner.memory import GIB
-from jaxserve.runner.planned import HEADROOM
-from jaxserve.runner.sharding import Sharding, device_bytes
-from model_zoo import partition, registry
-from model_zoo.weights.fill import with_kv_copies
+from jaxserve.runner.memory import GIB, HEADROOM
+from jaxserve.runner.programs import ProgramSpec
+from jaxserve.runner.sharding import ONE_DEVICE, Sharding, device_bytes
+from model_zoo import partition
 
 _SCRATCH_GUESS = GIB  # of the programs, before they have been compiled
 
@@ -38,6 +34,10 @@ class Plan:
     def num_blocks(self) -> int:
         return self.step.num_blocks
 
+    def programs(self) -> list[ProgramSpec]:
+        """Every program that is compiled; of a chain its parts."""
+        return [part for spec in self.step.specs() for part in spec.parts or (spec,)]
+
     def weight_shapes(self) -> list[tuple[int, ...]]:
         """Each large weight, what a device holds of it, and one layer of both."""
         found: list[tuple[int, ...]] = []
@@ -52,7 +52,7 @@ class Plan:
     def facts(self) -> dict[str, Any]:
         c, config = self.step.model_config, self.config
         return {
-            "programs": [spec.name for spec in self.step.specs()],
+            "programs": [spec.name for spec in self.programs()],
             "weight_bytes": self.weight_bytes,
             "block_bytes": self.block_bytes,
             "state_bytes": self.state_bytes,
@@ -62,6 +62,7 @@ class Plan:
             "max_len": config.model.max_len,
             "max_seqs": config.scheduler.max_seqs,
             "token_budget": config.scheduler.token_budget,
+            "token_buckets": list(config.buckets.tokens),
             "dtype": config.model.dtype,
             "data": config.mesh.data,
             "tensor": config.mesh.tensor,
@@ -75,11 +76,14 @@ def make_plan(
     devices: list[Any],
     target: Target,
     num_blocks: int = 0,
+    *,
+    exact: bool = False,
 ) -> Plan:
     """Raises ValueError when model, config and devices do not go together.
 
-    `num_blocks` 0: what the config asks for, else what the device's memory should hold.  The
-    program is compiled with the next lower prime, so that the KV can be told from all else.
+    `num_blocks` 0: what the config asks for, else what the device's memory should hold.  Unless
+    `exact`, programs are compiled with the next lower prime, so that the KV can be told from all
+    else.
     """
     used = config.mesh.data * config.mesh.tensor
     if target.topology and used != len(devices):
@@ -87,36 +91,26 @@ def make_plan(
             f"mesh.data={config.mesh.data} x mesh.tensor={config.mesh.tensor} uses {used} devices, "
             f"target {target} has {len(devices)}; set mesh.tensor and mesh.data to match"
         )
-    sharding = Sharding(partition.make_mesh(devices, config.mesh.data, config.mesh.tensor))
-    dtype = DEFAULT_DTYPE if config.model.dtype == "auto" else config.model.dtype
-    config = dataclasses.replace(
-        config,
-        model=dataclasses.replace(config.model, dtype=dtype),
-        runner=dataclasses.replace(config.runner, layers="loop"),
-    )
-    model_config, module = _model(config, hf, config.model.max_len)
-    longest = model_config.longest if config.model.max_len else model_config.max_position
-    graphdef, weights = nnx.split(module)
-    weight_bytes = device_bytes(sharding.weights(weights))
-    block_bytes = block_bytes_of(model_config, config, dtype)
+    sharding = ONE_DEVICE  # as the engine has it
+    if used > 1 or target.chip != "cpu":  # which chip is said by a mesh alone
+        sharding = Sharding(partition.make_mesh(devices, config.mesh.data, config.mesh.tensor))
+    first = _with_blocks(config, hf, sharding, 1)
+    block_bytes = first.block_bytes
     asked = config.cache.num_blocks or int(config.cache.memory_gib * GIB) // block_bytes
     if not num_blocks:
-        num_blocks = asked or _guess(target, weight_bytes, block_bytes)
-    cache = dataclasses.replace(config.cache, num_blocks=largest_prime(max(3, num_blocks)))
-    config = resolve(dataclasses.replace(config, cache=cache), longest, block_bytes)
-    model_config, module = _model(config, hf, config.model.max_len)
-    graphdef, weights = nnx.split(module)
-    step = DeviceStep(graphdef, weights, model_config, config, model_config.V, sharding)
+        num_blocks = asked or _guess(target, first.weight_bytes, block_bytes)
+    num_blocks = num_blocks if exact else largest_prime(max(3, num_blocks))
+    made = _with_blocks(config, hf, sharding, num_blocks)
+    step = made.step()
     state = {name: leaf for name, leaf in step.abstract_state().items() if name != "kv"}
-    return Plan(step, config, asked, weight_bytes, block_bytes, device_bytes(state))
+    return Plan(step, made.config, asked, made.weight_bytes, block_bytes, device_bytes(state))
 
 
-def _model(config: EngineConfig, hf: dict[str, Any], max_len: int) -> tuple[Any, Any]:
-    family = registry.family_of(hf)
-    model_config = family.config_from_hf(hf, dtype=config.model.dtype, max_len=max_len)
-    copies = partition.kv_copies(model_config.N, model_config.K, config.mesh.tensor)
-    model_config = with_kv_copies(model_config, copies)
-    return model_config, nnx.eval_shape(lambda: family.module(model_config, nnx.Rngs(0)))
+def _with_blocks(
+    config: EngineConfig, hf: dict[str, Any], sharding: Sharding, num_blocks: int
+) -> build.Plan:
+    cache = dataclasses.replace(config.cache, num_blocks=num_blocks)
+    return build.plan(dataclasses.replace(config, cache=cache), hf, sharding=sharding)
 
 
 def _guess(target: Target, weight_bytes: int, block_bytes: int) -> int:
@@ -124,7 +118,3 @@ def _guess(target: Target, weight_bytes: int, block_bytes: int) -> int:
     memory = target.figures.get("hbm_gib", 0) * GIB * HEADROOM
     free = memory - weight_bytes - _SCRATCH_GUESS if memory else 2 * GIB
     return max(int(free) // block_bytes, 1009)
-
-
-def itemsize(dtype: str) -> int:
-    return jnp.dtype(dtype).itemsize

@@ -11,10 +11,10 @@ import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from jaxserve.preflight.child import Job
+from jaxserve.preflight.child import CARRIES_KV, Job
 from jaxserve.preflight.target import Target
+from jaxserve.runner.memory import GIB, HEADROOM
 
-GIB = 1 << 30
 _TIMEOUT_S = 1800  # of one child without a word
 _CAUSE = re.compile(r"\w*(Error|Exception)\b|LLVM ERROR|F\d{4} |.*Check failed")
 Notice = Callable[[str], None]
@@ -33,8 +33,9 @@ class Result:
     programs: list[dict[str, Any]]
 
     @property
-    def backbones(self) -> list[dict[str, Any]]:
-        return [p for p in self.programs if p.get("kind") == "backbone"]
+    def with_kv(self) -> list[dict[str, Any]]:
+        """Programs that update the KV."""
+        return [p for p in self.programs if p.get("kind") in CARRIES_KV]
 
 
 def compile_all(job: Job, notice: Notice = lambda line: None) -> Result:
@@ -118,8 +119,6 @@ def _last_line(text: str, code: int) -> str:
 
 def usable_bytes(target: Target) -> int | None:
     """Bytes of one device that may be planned for; None where nobody knows."""
-    from jaxserve.runner.planned import HEADROOM
-
     gib = target.figures.get("hbm_gib")
     return int(gib * GIB * HEADROOM) if gib else None
 
@@ -183,7 +182,7 @@ def problems(result: Result) -> list[str]:
         if "error" in program:
             found.append(f"{program['name']} does not compile: {program['error']}")
     pool = result.plan["num_blocks"] * plan["block_bytes"]
-    for program in result.backbones:
+    for program in result.with_kv:
         aliased, copies = program["memory"]["aliased"], program["kv_copies"]
         if aliased < pool:
             found.append(

@@ -16,6 +16,7 @@ from typing import Any
 
 from jaxserve.preflight import target as targets
 
+CARRIES_KV = ("backbone", "layer")  # kinds of programs that update the KV
 _KERNEL = re.compile(r'custom_call_target="(tpu_custom_call|mosaic_gpu)')
 
 
@@ -51,9 +52,9 @@ def run(job: Job, target: targets.Target, config: Any) -> Iterator[dict[str, Any
 
     jax.config.update("jax_enable_compilation_cache", False)  # compile times are wanted
     devices = targets.devices(target)
-    plan = make_plan(config, job.hf_config, devices, target, job.num_blocks)
+    plan = make_plan(config, job.hf_config, devices, target, job.num_blocks, exact=bool(job.bundle))
     yield {"plan": plan.facts()}
-    for spec in plan.step.specs():
+    for spec in plan.programs():
         if job.only is None or spec.name in job.only:
             yield {"begin": spec.name}
             yield _compile(spec, plan, target, devices[0], job.bundle)
@@ -65,7 +66,7 @@ def _compile(spec: Any, plan: Any, target: Any, device: Any, bundle: str) -> dic
     import jax
 
     from jaxserve.preflight import hlo
-    from jaxserve.runner.programs import lower
+    from jaxserve.runner.programs import lower, memory_of
 
     # Mosaic GPU asks the default device for its architecture.
     gpu = jax.default_device(device) if target.platform == "cuda" else contextlib.nullcontext()
@@ -80,15 +81,16 @@ def _compile(spec: Any, plan: Any, target: Any, device: Any, bundle: str) -> dic
     done = time.perf_counter()
     text = compiled.as_text() or ""
     weights = plan.weight_shapes()
+    looked_for = spec.kind in CARRIES_KV and not bundle  # whose pool is of any number of blocks
     facts = {
         "name": spec.name,
         "kind": spec.kind,
         "bucket": spec.bucket,
         "lower_s": lowered_at - start,
         "compile_s": done - lowered_at,
-        "memory": _memory(compiled),
+        "memory": memory_of(compiled),
         "collectives": hlo.collectives(text),
-        "kv_copies": hlo.kv_copies(text, plan.num_blocks) if spec.kind == "backbone" else [],
+        "kv_copies": hlo.kv_copies(text, plan.num_blocks) if looked_for else [],
         "weight_copies": hlo.weight_copies(text, weights),
         "kernels": len(_KERNEL.findall(text)),
     }
@@ -97,17 +99,6 @@ def _compile(spec: Any, plan: Any, target: Any, device: Any, bundle: str) -> dic
 
         facts["bundle_bytes"] = bundles.save(Path(bundle), spec, lowered, compiled)
     return facts
-
-
-def _memory(compiled: Any) -> dict[str, int]:
-    analysis = compiled.memory_analysis()
-    return {
-        "arguments": analysis.argument_size_in_bytes,
-        "outputs": analysis.output_size_in_bytes,
-        "aliased": analysis.alias_size_in_bytes,
-        "temp": analysis.temp_size_in_bytes,
-        "code": analysis.generated_code_size_in_bytes,
-    }
 
 
 def largest_prime(limit: int) -> int:

@@ -5,7 +5,8 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxserve.preflight import check, roofline
-from jaxserve.preflight.check import GIB, Result
+from jaxserve.preflight.check import Result
+from jaxserve.runner.memory import GIB
 
 _ITEMSIZE = {"float32": 4, "bfloat16": 2}
 ESTIMATE = "estimate from data-sheet bandwidth and peak; not measured"
@@ -65,9 +66,8 @@ def steps(result: Result, context: int) -> list[dict[str, Any]]:
     chunk for the rest."""
     plan, chip = result.plan, result.target.figures
     model = types.SimpleNamespace(**plan["model"])
-    names = [n for n in plan["programs"] if n.startswith("backbone[")]
     found = []
-    for tokens in sorted(int(name[9:-1]) for name in names):
+    for tokens in plan["token_buckets"]:
         rows = min(tokens, plan["max_seqs"])
         step = {
             "tokens": tokens,

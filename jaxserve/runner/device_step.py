@@ -75,7 +75,16 @@ class DeviceStep:
         self.num_slots = config.cache.num_blocks * config.cache.block_size
         self.blocks_per_row = -(-config.model.max_len // config.cache.block_size)
         self.dtype = jnp.dtype(config.model.dtype)
-        self.by_call = config.runner.layers == "calls"
+        self.by_call = self._calls_layers()
+
+    def _calls_layers(self) -> bool:
+        """One call a layer; see `layer_calls`."""
+        asked, alone = self.config.runner.layers, self.sharding.mesh is None
+        if asked == "calls" and not alone:
+            raise ValueError(
+                "runner.layers=calls is for one device without a mesh; leave it at auto"
+            )
+        return asked == "calls" or asked == "auto" and alone and self.sharding.platform == "cpu"
 
     def arrange(self, weights: Any) -> Any:
         """Weights as the backbone takes them; those given are used up."""
@@ -103,12 +112,8 @@ class DeviceStep:
         specs = []
         for tokens in reversed(config.buckets.tokens):
             packed = i32((packed_size(self.shapes(tokens)),))
-            arguments = (weights, kv, hidden, last_tokens, packed)
-            if self.by_call:
-                specs.append(self._chain(tokens, *arguments))
-                continue
-            function = functools.partial(self._backbone, tokens)
-            specs.append(self._spec("backbone", tokens, function, arguments, (1, 2)))
+            make = self._chain if self.by_call else self._loop
+            specs.append(make(tokens, weights, kv, hidden, last_tokens, packed))
         weights = self.head_weights(weights)
         for rows in reversed(config.buckets.rows):
             shape = (rows, self.model_config.V)
@@ -200,6 +205,11 @@ class DeviceStep:
             self.sharding,
         )
 
+    def _loop(self, tokens, *arguments) -> ProgramSpec:
+        """The backbone, one program."""
+        function = functools.partial(self._backbone, tokens)
+        return self._spec("backbone", tokens, function, arguments, (1, 2))
+
     def _chain(self, tokens, weights, kv, hidden, last_tokens, packed) -> ProgramSpec:
         """The backbone, one call a layer."""
         x = jax.ShapeDtypeStruct((tokens, self.model_config.D), jnp.float32)
@@ -219,7 +229,8 @@ class DeviceStep:
             self._spec("keep", tokens, part(self._keep, tokens), (hidden, x, packed), (0,)),
         )
         why = _WHY["backbone"].format(tokens)
-        return ProgramSpec("backbone", tokens, why, layer_calls.Chain, (), parts=parts)
+        join = functools.partial(layer_calls.Chain, self.model_config.L)
+        return ProgramSpec("backbone", tokens, why, join, (), parts=parts)
 
     def _model(self, weights: Any) -> Any:
         if self.by_call:

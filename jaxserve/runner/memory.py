@@ -1,38 +1,24 @@
-"""How large the KV pool may be."""
+"""How large the KV pool of an accelerator may be; no jax: preflight needs it too."""
 
 from collections.abc import Callable
-from typing import Any
-
-from jaxserve.runner.planned import HEADROOM
 
 GIB = 1 << 30
-CPU_POOL_GIB = 2.0
+HEADROOM = 0.92  # what may be planned for; the rest neither the engine nor the compiler sees
 
 
-def pool_gib(
-    configured_gib: float,
-    memory_stats: dict[str, Any] | None,
-    weight_bytes: int,
-    measure_scratch: Callable[[], int],
-) -> float:
-    """GiB of KV pool on one device.
+def pool_gib(limit: int, weight_bytes: int, measure_scratch: Callable[[], int]) -> float:
+    """GiB of KV pool on one device with `limit` bytes of memory.
 
-    A configured size wins.  A device that does not report its memory (the CPU) gets 2 GiB.  Else
-    the largest programs are compiled first (`measure_scratch` returns their bytes of scratch and
-    outputs) and the pool is what they and the weights leave.  Raises ValueError when nothing is
+    The largest programs are compiled first (`measure_scratch` returns their bytes of scratch and
+    outputs), and the pool is what they and the weights leave.  Raises ValueError when nothing is
     left.
     """
-    if configured_gib:
-        return configured_gib
-    if not memory_stats or "bytes_limit" not in memory_stats:
-        return CPU_POOL_GIB
     scratch = measure_scratch()
-    free = HEADROOM * memory_stats["bytes_limit"] - weight_bytes - scratch
+    free = HEADROOM * limit - weight_bytes - scratch
     if free <= 0:
         raise ValueError(
-            f"no memory left for the KV pool: the device has "
-            f"{memory_stats['bytes_limit'] / GIB:.2f} GiB, weights take {weight_bytes / GIB:.2f} "
-            f"and the largest programs {scratch / GIB:.2f}; lower scheduler.token_budget or "
-            f"scheduler.max_seqs, or use more devices"
+            f"no memory left for the KV pool: the device has {limit / GIB:.2f} GiB, weights take "
+            f"{weight_bytes / GIB:.2f} and the largest programs {scratch / GIB:.2f}; lower "
+            f"scheduler.token_budget or scheduler.max_seqs, or use more devices"
         )
     return free / GIB

@@ -10,12 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.monitoring
 
-from jaxserve.runner import bundle
+from jaxserve.runner import bundle, compile_watch
 from jaxserve.runner.sharding import ONE_DEVICE, Sharding
-
-_COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,18 +51,22 @@ class Program:
 
     @property
     def memory(self) -> dict[str, int]:
-        """Bytes of arguments, outputs, of those aliased (donated), and scratch; {} where
-        unknown.
-        """
-        analysis = self.compiled.memory_analysis()
-        if analysis is None:
-            return {}
-        return {
-            "arguments": analysis.argument_size_in_bytes,
-            "outputs": analysis.output_size_in_bytes,
-            "aliased": analysis.alias_size_in_bytes,
-            "temp": analysis.temp_size_in_bytes,
-        }
+        """See `memory_of`."""
+        return memory_of(self.compiled)
+
+
+def memory_of(compiled: Any) -> dict[str, int]:
+    """Bytes: arguments, outputs, those aliased (donated), scratch, code; {} where unknown."""
+    analysis = compiled.memory_analysis()
+    if analysis is None:
+        return {}
+    return {
+        "arguments": analysis.argument_size_in_bytes,
+        "outputs": analysis.output_size_in_bytes,
+        "aliased": analysis.alias_size_in_bytes,
+        "temp": analysis.temp_size_in_bytes,
+        "code": analysis.generated_code_size_in_bytes,
+    }
 
 
 class Manifest:
@@ -156,28 +157,14 @@ def lower(spec: ProgramSpec, platforms: tuple[str, ...] | None = None) -> Any:
 
 
 class CompileCounter:
-    """Counts back-end compiles of the whole process from the moment it is made.
-
-    JAX has no way to take one listener away, so there is one for the process and counters read it.
-    """
-
-    _total = 0
-    _registered = False
+    """Counts back-end compiles of the whole process from the moment it is made."""
 
     def __init__(self) -> None:
-        if not CompileCounter._registered:
-            jax.monitoring.register_event_duration_secs_listener(CompileCounter._listen)
-            CompileCounter._registered = True
-        self._start = CompileCounter._total
-
-    @staticmethod
-    def _listen(event: str, duration_secs: float, **kwargs: Any) -> None:
-        if event == _COMPILE_EVENT:
-            CompileCounter._total += 1
+        self.reset()
 
     @property
     def count(self) -> int:
-        return CompileCounter._total - self._start
+        return compile_watch.total() - self._start
 
     def reset(self) -> None:
-        self._start = CompileCounter._total
+        self._start = compile_watch.total()

@@ -9,8 +9,13 @@ from typing import Any
 
 import pytest
 
+from jaxserve.build import assemble
 from jaxserve.preflight import target
-from tests.reference import tiny
+from jaxserve.runner import bundle
+from jaxserve.settings import read
+from tests.equivalence.rig import write_tokenizer
+from tests.models.weight_files import write_folder
+from tests.reference import files, tiny
 from tools import preflight_configs
 
 ROOT = Path(__file__).parent.parent.parent
@@ -55,12 +60,35 @@ def report(*arguments: str, code: int = 0) -> dict[str, Any]:
 def test_the_cpu_compiles_every_program_and_the_kv_stays_in_place(model: str):
     found = report("--target", "cpu", "--model", model, *SETTINGS, "--set", "cache.num_blocks=64")
     names = [program["name"] for program in found["programs"]]
-    assert names == ["backbone[16]", "head[8]", "greedy[8]"]
-    backbone = found["programs"][0]
-    assert found["fits"] and not found["problems"]
-    assert backbone["memory"]["aliased"] >= 61 * found["kv"]["block_bytes"]
-    assert backbone["collectives"] == {} and backbone["compile_s"] > 0
+    assert names == ["embed[16]", "layer[16]", "keep[16]", "head[8]", "greedy[8]"]
+    layer = found["programs"][1]
+    assert found["fits"] and not found["problems"] and not found["warnings"]
+    assert layer["memory"]["aliased"] >= 61 * found["kv"]["block_bytes"]
+    assert layer["collectives"] == {} and layer["compile_s"] > 0
     assert found["steps"][0]["estimated_ms"] is None  # nobody knows this machine's figures
+
+
+def test_a_bundle_is_what_the_engine_starts_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    case = files.tiny_case("gqa_9_3")
+    folder = tmp_path / "model"
+    write_folder(folder, case.config, case.weights())
+    write_tokenizer(folder)
+    settings = (*SETTINGS, "--set", "cache.num_blocks=64", "--set", "model.dtype=float32")
+    wanted = ("--target", "cpu", "--model", str(folder), "--bundle", str(tmp_path / "bundle"))
+    names = [program["name"] for program in report(*wanted, *settings)["programs"]]
+    found: list[str] = []
+    load = bundle.load
+
+    def loaded(root: Path, spec: Any, lowered: Any) -> Any:
+        program = load(root, spec, lowered)
+        found.append(spec.name if program is not None else f"no {spec.name}")
+        return program
+
+    monkeypatch.setattr(bundle, "load", loaded)
+    assigned = [text for text in settings if text != "--set"]
+    config = read(None, [*assigned, f"model.name={folder}", f"runner.bundle={tmp_path}/bundle"])
+    assemble(config).close()
+    assert found == names
 
 
 @TPU
@@ -103,7 +131,7 @@ def test_the_largest_pool_compiles_and_a_larger_one_does_not_fit(model: str):
 def test_tables_say_what_the_object_says(model: str):
     ran = preflight("--target", "cpu", "--model", model, *SETTINGS, "--set", "cache.num_blocks=64")
     assert ran.returncode == 0, ran.stderr
-    assert "backbone[16]" in ran.stdout and ran.stdout.rstrip().endswith("cpu: fits")
+    assert "layer[16]" in ran.stdout and ran.stdout.rstrip().endswith("cpu: fits")
 
 
 BAD = {
@@ -113,6 +141,7 @@ BAD = {
     "kv heads": (("--target", "cpu", "--set", "mesh.tensor=3", "--model", "M"), "kv heads"),
     "context": (("--target", "cpu", "--context", "0"), "--context"),
     "settings": (("--target", "cpu", "--set", "mesh.tensors=2"), "mesh.tensor"),
+    "pool of a bundle": (("--target", "cpu", "--bundle", "x", "--model", "M"), "cache.num_blocks"),
     "gpu bundle": (("--target", "h200", "--bundle", "x", "--model", "M"), "not tuned"),
 }
 

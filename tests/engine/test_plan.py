@@ -37,7 +37,7 @@ def test_the_plan_is_what_runs(folder: Path) -> None:
         cache=CacheConfig(memory_gib=0.0005),
         scheduler=SchedulerConfig(token_budget=16, max_seqs=4),
         sampling=SamplingConfig(random=False, penalties=False),
-        runner=RunnerConfig(prove=False, compile_cache="off", layers="loop"),
+        runner=RunnerConfig(prove=False, compile_cache="off"),
     )
     plan = build.plan(config, open_checkpoint(folder).hf_config)
     assert plan.config.cache.num_blocks == int(0.0005 * 2**30) // plan.block_bytes

@@ -36,23 +36,14 @@ def test_packing_gives_back_every_bit(rows):
 
 
 def test_pool_is_what_weights_and_programs_leave():
-    stats = {"bytes_limit": 16 * GIB}
-    gib = memory.pool_gib(0.0, stats, weight_bytes=4 * GIB, measure_scratch=lambda: 2 * GIB)
-    assert 4 * GIB + 2 * GIB + gib * GIB <= stats["bytes_limit"]
+    gib = memory.pool_gib(16 * GIB, weight_bytes=4 * GIB, measure_scratch=lambda: 2 * GIB)
+    assert 4 * GIB + 2 * GIB + gib * GIB <= 16 * GIB
     assert gib > 8
 
 
 def test_b24_pool_measures_programs_first_and_says_what_to_change():
     with pytest.raises(ValueError, match="scheduler.token_budget"):
-        memory.pool_gib(0.0, {"bytes_limit": GIB}, GIB // 2, lambda: GIB)
-
-
-def test_configured_pool_and_cpu_need_no_measurement():
-    def fail() -> int:
-        raise AssertionError("measured")
-
-    assert memory.pool_gib(3.0, {"bytes_limit": GIB}, 0, fail) == 3.0
-    assert memory.pool_gib(0.0, None, 0, fail) == memory.CPU_POOL_GIB
+        memory.pool_gib(GIB, GIB // 2, lambda: GIB)
 
 
 def spec(bucket: int) -> ProgramSpec:

@@ -95,7 +95,7 @@ def test_inspect_says_on_what_a_model_fits():
     )
     found = fits(big)
     assert found["v5e"] == "not on 8 chips"
-    assert found["v5p"].startswith("2 chips, 147,") and found["h200"].startswith("2 chips, 412,")
+    assert found["v5p"].startswith("2 chips, 142,") and found["h200"].startswith("2 chips, 407,")
     assert found["v6e"].startswith("8 chips, ")
 
 
