@@ -5,11 +5,10 @@ import math
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
 from jaxserve.batch.buckets import resolve
-from jaxserve.build import DEFAULT_DTYPE, block_bytes_of
+from jaxserve.build import DEFAULT_DTYPE, block_bytes_of, with_kernels
 from jaxserve.config import EngineConfig
 from jaxserve.preflight.child import largest_prime
 from jaxserve.preflight.target import Target
@@ -33,6 +32,7 @@ class Plan:
     weight_bytes: int
     block_bytes: int
     state_bytes: int  # arrays between steps, without the KV
+    notes: list[str]  # what a start would log
 
     @property
     def num_blocks(self) -> int:
@@ -65,6 +65,7 @@ class Plan:
             "dtype": config.model.dtype,
             "data": config.mesh.data,
             "tensor": config.mesh.tensor,
+            "notes": self.notes,
             "model": {name: getattr(c, name) for name in "LDFNKHV"} | {"tie": bool(c.tie)},
         }
 
@@ -88,6 +89,8 @@ def make_plan(
             f"target {target} has {len(devices)}; set mesh.tensor and mesh.data to match"
         )
     sharding = Sharding(partition.make_mesh(devices, config.mesh.data, config.mesh.tensor))
+    notes: list[str] = []
+    config = with_kernels(config, sharding, notes.append)
     dtype = DEFAULT_DTYPE if config.model.dtype == "auto" else config.model.dtype
     config = dataclasses.replace(
         config,
@@ -108,7 +111,7 @@ def make_plan(
     graphdef, weights = nnx.split(module)
     step = DeviceStep(graphdef, weights, model_config, config, model_config.V, sharding)
     state = {name: leaf for name, leaf in step.abstract_state().items() if name != "kv"}
-    return Plan(step, config, asked, weight_bytes, block_bytes, device_bytes(state))
+    return Plan(step, config, asked, weight_bytes, block_bytes, device_bytes(state), notes)
 
 
 def _model(config: EngineConfig, hf: dict[str, Any], max_len: int) -> tuple[Any, Any]:
@@ -124,7 +127,3 @@ def _guess(target: Target, weight_bytes: int, block_bytes: int) -> int:
     memory = target.figures.get("hbm_gib", 0) * GIB * HEADROOM
     free = memory - weight_bytes - _SCRATCH_GUESS if memory else 2 * GIB
     return max(int(free) // block_bytes, 1009)
-
-
-def itemsize(dtype: str) -> int:
-    return jnp.dtype(dtype).itemsize

@@ -2,8 +2,9 @@
 
 One warpgroup works on one piece: up to 64 lines (queries x heads that share a kv head) against a
 part of one row's context and, where H is 256, half of the columns of V.  A decode's context is
-split into parts, so that few rows fill the chip; `combine` joins them.  Other GPUs, float32 and
-head sizes not listed here take XLA (`unsupported`).
+split into parts, so that few rows fill the chip; `combine` joins them.  Float32 and head sizes not
+listed here take XLA (`unsupported`), and so must other GPUs (`api.unsupported_device`): nobody can
+tell them apart in a step.
 """
 
 import functools
