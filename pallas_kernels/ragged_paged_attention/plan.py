@@ -109,8 +109,8 @@ def num_tiles(num_tokens: int, num_rows: int, size: int) -> int:
 def chunk_tiles(rows: Rows, sizes: tuple[int, ...]) -> list[jax.Array]:
     """Tiles of each size, largest first, that each row is cut into: i32[B] a size.
 
-    A row takes as many large tiles as it fills (three quarters full is full), and the smallest
-    size for what is left.
+    A row takes as many large tiles as it fills (three quarters full is full: one large tile costs
+    less than several small ones), and the smallest size for what is left.
     """
     counts = rows.query_starts[1:] - rows.query_starts[:-1]
     left = jnp.where(jnp.arange(len(counts)) < rows.num_decodes, 0, counts)
