@@ -35,7 +35,7 @@ def unsupported(q: Any, kv: Any, block_tables: Any) -> str | None:
     lines = 32 // kv.dtype.itemsize
     if problem.block_size % lines:
         return f"block_size {problem.block_size} is no multiple of {lines}, a tile of {kv.dtype}"
-    sizes = tuning.tpu_sizes(problem)
+    sizes = tuning.tpu_sizes(problem, tuning.device_kind())
     need = max(tuning.decode_vmem(problem, sizes), tuning.tile_vmem(problem, sizes, sizes.tiles[0]))
     if need > 4 * tuning.VMEM_BUDGET:
         return f"blocks of {problem.block_size} tokens need {need >> 20} MiB of VMEM"
@@ -76,11 +76,6 @@ def _options(call: Call) -> Options:
     return Options(call.group, call.q.shape[2], mask.scale, mask.soft_cap, table_width)
 
 
-def lane_width(head_dim: int) -> int:
-    """Minor axis W of queries and outputs in the kernels."""
-    return head_dim if head_dim % 128 == 0 else 2 * head_dim
-
-
 def _decode(call: Call, sizes: Sizes, interpret: Any) -> jax.Array:
     """Attention of the rows of one query; zero for all other tokens."""
     num_tokens, heads, width = call.q.shape
@@ -88,7 +83,8 @@ def _decode(call: Call, sizes: Sizes, interpret: Any) -> jax.Array:
     size, blocks = sizes.decode_rows, sizes.decode_blocks(block_size)
     packs = plan.decode_packs(call.rows, num_tokens, size, blocks * block_size, call.window)
     bound = len(packs.first_turns)
-    lanes = lane_width(width)
+    problem = Problem.of(call.q, call.kv)
+    lanes = problem.lanes
     padding = ((0, max(0, (bound + 1) * size - num_tokens)), (0, 0), (0, lanes - width))
     queries = jnp.pad(call.q, padding)[: (bound + 1) * size]
     factors = jnp.repeat(call.factors, call.group, axis=0)
@@ -98,8 +94,9 @@ def _decode(call: Call, sizes: Sizes, interpret: Any) -> jax.Array:
         count=packs.count,
         scalars=(*packs[1:], call.layer, call.rows.block_tables.reshape(-1)),
         inputs=(queries.reshape(bound + 1, size, heads, lanes), factors, call.kv),
+        factors_space=pltpu.VMEM,
         scratch=_scratch((size, heads, lanes), (size, kv_heads, blocks, *call.kv.shape[3:]), call),
-        vmem=tuning.decode_vmem(Problem.of(call.q, call.kv), sizes),
+        vmem=tuning.decode_vmem(problem, sizes),
         cores=sizes.cores,
         interpret=interpret,
     )
@@ -121,10 +118,10 @@ def _tiles(  # noqa: PLR0913  a step's arrays, and how to run
     """`out` with the queries in tiles of one size filled in."""
     num_tokens, heads, width = call.q.shape
     kv_heads, block_size = call.kv.shape[2:4]
-    blocks = sizes.tile_blocks(block_size)
+    problem, blocks = Problem.of(call.q, call.kv), sizes.tile_blocks(block_size)
     span = blocks * block_size
     tiles = plan.lay_tiles(call.rows, per_row, starts, num_tokens, size, span, call.window)
-    bound, lanes, group = len(tiles.rows), lane_width(width), call.group
+    bound, lanes, group = len(tiles.rows), problem.lanes, call.group
     where = jnp.pad(tiles.queries, (0, 1))[:, None] + jnp.arange(size)
     queries = call.q[jnp.minimum(where, num_tokens - 1)]
     queries = queries.reshape(bound + 1, size, kv_heads, group, width).transpose(0, 2, 3, 1, 4)
@@ -139,10 +136,11 @@ def _tiles(  # noqa: PLR0913  a step's arrays, and how to run
             *(call.window.reshape(1), call.layer, call.rows.block_tables.reshape(-1)),
         ),
         inputs=(queries, call.factors, call.kv),
+        factors_space=pltpu.SMEM,
         scratch=_scratch(
             (kv_heads, group * size, lanes), (1, kv_heads, blocks, *call.kv.shape[3:]), call
         ),
-        vmem=tuning.tile_vmem(Problem.of(call.q, call.kv), sizes, size),
+        vmem=tuning.tile_vmem(problem, sizes, size),
         cores=sizes.cores,
         interpret=interpret,
     )
@@ -170,6 +168,7 @@ def _call_kernel(  # noqa: PLR0913  what two kernels share, and where they diffe
     count: jax.Array,
     scalars: tuple[jax.Array, ...],
     inputs: tuple[jax.Array, jax.Array, jax.Array],  # queries by piece, factors, KV
+    factors_space: Any,
     scratch: list[Any],
     vmem: int,
     cores: int,
@@ -189,7 +188,7 @@ def _call_kernel(  # noqa: PLR0913  what two kernels share, and where they diffe
         return (piece(*places), *(0,) * (queries.ndim - 1))
 
     block = pl.BlockSpec((1, *queries.shape[1:]), whole)
-    factors = pl.BlockSpec(memory_space=pltpu.VMEM if "decode" in name else pltpu.SMEM)
+    factors = pl.BlockSpec(memory_space=factors_space)
     return pl.pallas_call(
         kernel,
         name=name,
