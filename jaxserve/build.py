@@ -29,7 +29,7 @@ from model_zoo import registry
 from model_zoo.partition import kv_copies
 from model_zoo.weights import load_module, open_checkpoint
 from model_zoo.weights.fill import with_kv_copies
-from pallas_kernels.ragged_paged_attention.api import kv_shape
+from pallas_kernels.ragged_paged_attention.api import kv_shape, unsupported_device
 
 DEFAULT_DTYPE = "bfloat16"  # of model.dtype "auto"
 Log = Callable[[str], None]
@@ -82,6 +82,7 @@ def _assemble(
         loading_tokenizer = pool.submit(load_tokenizer, Path(path))
         hf_config = checkpoint.hf_config
         sharding = make_sharding(config.mesh.data, config.mesh.tensor)
+        config = with_kernels(config, sharding, log)
         pool_gib = _pool_gib(config, hf_config, sharding)
         where = checkpoint.path
         made = plan(config, hf_config, pool_gib=pool_gib, where=where, sharding=sharding)
@@ -107,6 +108,21 @@ def _assemble(
     engine = Engine(config, runner, limits, on_step=on_step)
     engine.set_costs(runner.costs())
     return Assembly(engine, runner, tokenizer, config, timer.parts)
+
+
+def with_kernels(config: EngineConfig, sharding: Sharding, log: Log) -> EngineConfig:
+    """`runner.kernels` is "xla" where the devices that are compiled for have no kernels; `log`
+    hears why, unless they are CPUs, for which there never are any.
+    """
+    device = sharding.device
+    if config.runner.kernels == "xla":
+        return config
+    if device.platform != "cpu":
+        reason = unsupported_device(device)
+        if reason is None:
+            return config
+        log(f"runner.kernels=auto takes XLA: {reason}")
+    return dataclasses.replace(config, runner=dataclasses.replace(config.runner, kernels="xla"))
 
 
 @dataclasses.dataclass(frozen=True)

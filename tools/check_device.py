@@ -148,8 +148,9 @@ def attention_calls(sizes: Sizes) -> dict[str, Callable[..., Any]]:
     from pallas_kernels.ragged_paged_attention import api
 
     call = functools.partial(api.ragged_paged_attention, block_size=sizes.block_size)
+    own = "xla" if api.unsupported_device(jax.devices()[0]) else "auto"
     return {
-        "engine": jax.jit(functools.partial(call, implementation="auto")),
+        "engine": jax.jit(functools.partial(call, implementation=own)),
         "xla": jax.jit(functools.partial(call, implementation="xla")),
     }
 

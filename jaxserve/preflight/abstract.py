@@ -29,6 +29,7 @@ class Plan:
     weight_bytes: int
     block_bytes: int
     state_bytes: int  # arrays between steps, without the KV
+    notes: list[str]  # what a start would log
 
     @property
     def num_blocks(self) -> int:
@@ -66,6 +67,7 @@ class Plan:
             "dtype": config.model.dtype,
             "data": config.mesh.data,
             "tensor": config.mesh.tensor,
+            "notes": self.notes,
             "model": {name: getattr(c, name) for name in "LDFNKHV"} | {"tie": bool(c.tie)},
         }
 
@@ -94,6 +96,8 @@ def make_plan(
     sharding = ONE_DEVICE  # as the engine has it
     if used > 1 or target.chip != "cpu":  # which chip is said by a mesh alone
         sharding = Sharding(partition.make_mesh(devices, config.mesh.data, config.mesh.tensor))
+    notes: list[str] = []
+    config = build.with_kernels(config, sharding, notes.append)
     first = _with_blocks(config, hf, sharding, 1)
     block_bytes = first.block_bytes
     asked = config.cache.num_blocks or int(config.cache.memory_gib * GIB) // block_bytes
@@ -103,7 +107,8 @@ def make_plan(
     made = _with_blocks(config, hf, sharding, num_blocks)
     step = made.step()
     state = {name: leaf for name, leaf in step.abstract_state().items() if name != "kv"}
-    return Plan(step, made.config, asked, made.weight_bytes, block_bytes, device_bytes(state))
+    size = device_bytes(state)
+    return Plan(step, made.config, asked, made.weight_bytes, block_bytes, size, notes)
 
 
 def _with_blocks(

@@ -111,6 +111,7 @@ def _checked(result: Result) -> list[str]:
         if kernels
         else "attention: the portable XLA path, no kernel of ours in these programs"
     )
+    lines += result.plan["notes"]
     lines.append("step times are an " + ESTIMATE)
     return lines
 

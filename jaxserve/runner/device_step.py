@@ -63,9 +63,7 @@ class DeviceStep:
     ):
         self.graphdef = graphdef
         self.sharding = sharding
-        # Tracing other platforms' kernels takes a second a program; a CPU has none of its own.
-        portable = sharding.platform == "cpu"
-        self._kernels: Kernels = "xla" if portable or config.runner.kernels == "xla" else "auto"
+        self._kernels: Kernels = "auto" if config.runner.kernels == "auto" else "xla"
         self.abstract_weights = sharding.weights(abstract_weights)
         self.model_config = model_config
         self.config = config

@@ -22,10 +22,9 @@ class Sharding:
     mesh: Mesh | None = None
 
     @property
-    def platform(self) -> str:
-        """Of the devices: cpu, tpu, gpu or cuda."""
-        device = jax.devices()[0] if self.mesh is None else self.mesh.devices.flat[0]
-        return device.platform
+    def device(self) -> Any:
+        """The first of the devices, which are all of one kind."""
+        return jax.devices()[0] if self.mesh is None else self.mesh.devices.flat[0]
 
     def context(self) -> contextlib.AbstractContextManager[Any]:
         """Surrounds tracing and lowering; attention finds the mesh there."""

@@ -19,10 +19,9 @@ Ref = Any
 VMEM_LIMIT = 16 * 2**20
 
 
-def slab_lines(block_size: int, dtype: Any) -> int:
-    """Slots that are read and written together: a tile's lines, or the block if it is smaller."""
-    lines = 32 // jnp.dtype(dtype).itemsize
-    return lines if block_size % lines == 0 else block_size
+def slab_lines(kv: Any) -> int:
+    """Slots that are read and written together: the lines of a tile."""
+    return 32 // kv.dtype.itemsize
 
 
 def unsupported(kv: Any) -> str | None:
@@ -30,10 +29,10 @@ def unsupported(kv: Any) -> str | None:
     kv_heads, block_size, width = kv.shape[2:]
     if width % 128:
         return f"a minor axis of {width} is no multiple of 128: XLA would copy the whole KV"
-    lines = slab_lines(block_size, kv.dtype)
-    if lines % (32 // kv.dtype.itemsize):
-        return f"block_size {block_size} is no multiple of a tile of {kv.dtype}"
-    need = 8 * kv_heads * max(lines, 8) * max(width, 128) * 4
+    lines = slab_lines(kv)
+    if block_size % lines:
+        return f"block_size {block_size} is no multiple of {lines}, a tile of {kv.dtype}"
+    need = 8 * kv_heads * lines * width * 4  # two slabs each of before, new, after; and two in use
     if need > VMEM_LIMIT:
         return f"a slab of {lines} slots of {kv_heads} heads needs {need >> 20} MiB of VMEM"
     return None
@@ -49,7 +48,7 @@ def kv_write(  # noqa: PLR0913  a step's arrays, and how to run
 ) -> jax.Array:
     """See `api`."""
     kv_heads, block_size, width = kv.shape[2:]
-    lines = slab_lines(block_size, kv.dtype)
+    lines = slab_lines(kv)
     runs = slab_runs(slots, kv.shape[1] * block_size, lines)
     # In float32: lines of packed types cannot be moved one by one.
     values = jnp.pad(values[runs.order].astype(jnp.float32), ((0, lines), (0, 0), (0, 0)))
@@ -98,8 +97,7 @@ def _kernel(  # noqa: PLR0913  refs in the order of the call
     def place(run):
         slab = lax.div(slots[starts[run]], lines)
         offset = pl.multiple_of(lax.rem(slab, per_block) * lines, lines)
-        block = kv.at[layer[0], lax.div(slab, per_block), :, pl.ds(offset, lines)]
-        return block
+        return kv.at[layer[0], lax.div(slab, per_block), :, pl.ds(offset, lines)]
 
     def reads(run, buffer):
         semaphore = semaphores.at[0, buffer]

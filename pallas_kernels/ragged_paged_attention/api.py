@@ -12,7 +12,7 @@ f32[L, K, 2], constant while anything written with them is in the cache.
 """
 
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -79,8 +79,9 @@ def ragged_paged_attention(  # noqa: PLR0913  one flat signature for all back en
     that nobody wrote may hold anything, NaN included.
 
     `implementation`: "auto" takes the kernel of the platform that is compiled for, XLA where it has
-    none (`unsupported`); a name takes that one.  Every platform's is traced under "auto", which
-    costs about a second a program: where the platform is known to be a CPU, say "xla".
+    none for these shapes (`unsupported`); a name takes that one.  Every platform's is traced under
+    "auto", which costs about a second a program (0.8 to 1.5 s of CPU time), and which GPU it is
+    nobody can tell there: where the device is known to have none (`unsupported_device`), say "xla".
 
     Raises ValueError for a block size that is not that of the KV, for one-byte KV without scales,
     and for a named kernel that cannot run these shapes.
@@ -103,6 +104,21 @@ def ragged_paged_attention(  # noqa: PLR0913  one flat signature for all back en
 def unsupported(name: str, q: jax.Array, kv: jax.Array, block_tables: jax.Array) -> str | None:
     """Why the kernel of that name ("tpu" or "gpu") cannot run such shapes, or None."""
     return _kernel(name).unsupported(q, kv, block_tables)
+
+
+def unsupported_device(device: Any) -> str | None:
+    """Why no kernel runs on such a device, or None; the description of one that is not here will
+    do (`jax.experimental.topologies`).  Whether a kernel takes the shapes is `unsupported`.
+    """
+    if device.platform == "tpu":
+        return None
+    capability = str(getattr(device, "compute_capability", "unknown"))
+    if capability.partition(".")[0] == "9":  # wgmma is no instruction of older or newer ones
+        return None
+    return (
+        f"{device.device_kind} has compute capability {capability}, "
+        "the kernels are for 9 (Hopper) and for TPUs"
+    )
 
 
 def _choose(

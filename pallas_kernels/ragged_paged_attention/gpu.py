@@ -2,8 +2,9 @@
 
 One warpgroup works on one piece: up to 64 lines (queries x heads that share a kv head) against a
 part of one row's context and, where H is 256, half of the columns of V.  A decode's context is
-split into parts, so that few rows fill the chip; `combine` joins them.  Other GPUs, float32 and
-head sizes not listed here take XLA (`unsupported`).
+split into parts, so that few rows fill the chip; `combine` joins them.  Float32 and head sizes not
+listed here take XLA (`unsupported`), and so must other GPUs (`api.unsupported_device`): nobody can
+tell them apart in a step.
 """
 
 import functools
@@ -16,6 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.ragged_paged_attention import plan
+from pallas_kernels.ragged_paged_attention.call import Call
 from pallas_kernels.ragged_paged_attention.combine import combine
 from pallas_kernels.ragged_paged_attention.plan import Mask, Pieces, Rows
 from pallas_kernels.ragged_paged_attention.tuning import GpuSizes, Problem, gpu_sizes
@@ -71,34 +73,15 @@ def ragged_paged_attention(  # noqa: PLR0913  a step's arrays, and how to run
 ) -> jax.Array:  # [T, N, H]
     """See `api`."""
     sizes = sizes or gpu_sizes(Problem.of(q, kv), min(len(rows.kv_lens), len(q)))
-    rows = rows._replace(block_tables=jnp.clip(rows.block_tables, 0, kv.shape[1] - 1))
-    if factors is None:
-        factors = jnp.ones((kv.shape[2], 2), jnp.float32)
-    call = _Call(q, kv, jnp.asarray(layer, jnp.int32).reshape(1), rows, mask, factors)
+    call = Call.of(q, kv, layer, rows, mask, factors)
     out = _decode(call, sizes, interpret)
-    tile = LINES // (q.shape[1] // kv.shape[2])
-    (per_row,) = plan.chunk_tiles(rows, len(q), (tile,))
+    tile = LINES // call.group
+    (per_row,) = plan.chunk_tiles(rows, (tile,))
     run = functools.partial(_tiles, call, sizes, tile, interpret)
     return lax.cond(jnp.sum(per_row) > 0, run, lambda *operands: operands[-1], per_row, out)
 
 
-class _Call(NamedTuple):
-    q: jax.Array
-    kv: jax.Array
-    layer: jax.Array
-    rows: Rows
-    mask: Mask
-    factors: jax.Array
-
-    def window(self) -> jax.Array:
-        window = plan.NO_WINDOW if self.mask.window is None else self.mask.window
-        return jnp.asarray(window, jnp.int32)
-
-    def options(self, tile: int, blocks: int, interpret: Any) -> Options:
-        return Options(tile, blocks, self.mask.scale, self.mask.soft_cap, interpret)
-
-
-def _decode(call: _Call, sizes: GpuSizes, interpret: Any) -> jax.Array:
+def _decode(call: Call, sizes: GpuSizes, interpret: Any) -> jax.Array:
     """Attention of the rows of one query; zero for all other tokens."""
     num_tokens, heads, width = call.q.shape
     kv_heads, block_size = call.kv.shape[2:4]
@@ -106,12 +89,13 @@ def _decode(call: _Call, sizes: GpuSizes, interpret: Any) -> jax.Array:
     blocks = sizes.blocks(block_size)
     span = blocks * block_size
     parts = (sizes.parts, sizes.part_turns)
-    pieces = plan.decode_parts(call.rows, bound, parts, span, call.window())
-    group = heads // kv_heads
+    pieces = plan.decode_parts(call.rows, bound, parts, span, call.window)
+    group = call.group
     lines = -(-group // 8) * 8
     queries = call.q[:bound].reshape(bound, kv_heads, group, width)
     queries = jnp.pad(queries, ((0, 0), (0, 0), (0, lines - group), (0, 0)))
-    values, top, total = _run(call, pieces, queries, call.options(1, blocks, interpret), split=True)
+    options = Options(1, blocks, call.mask.scale, call.mask.soft_cap, interpret)
+    values, top, total = _run(call, pieces, queries, options, split=True)
     shape = (bound, sizes.parts, kv_heads, lines)
     values, top, total = values.reshape(*shape, width), top.reshape(shape), total.reshape(shape)
     out = combine(
@@ -122,31 +106,32 @@ def _decode(call: _Call, sizes: GpuSizes, interpret: Any) -> jax.Array:
 
 
 def _tiles(
-    call: _Call, sizes: GpuSizes, tile: int, interpret: Any, per_row: jax.Array, out: jax.Array
+    call: Call, sizes: GpuSizes, tile: int, interpret: Any, per_row: jax.Array, out: jax.Array
 ) -> jax.Array:
     """`out` with the rows of many queries filled in."""
     num_tokens, heads, width = call.q.shape
     kv_heads, block_size = call.kv.shape[2:4]
-    blocks, group = sizes.blocks(block_size), heads // kv_heads
+    blocks, group = sizes.blocks(block_size), call.group
     span = blocks * block_size
     starts = call.rows.query_starts[:-1]
-    tiles = plan.lay_tiles(call.rows, per_row, starts, num_tokens, tile, span, call.mask)
+    tiles = plan.lay_tiles(call.rows, per_row, starts, num_tokens, tile, span, call.window)
     bound = len(tiles.rows)
     pieces = Pieces(
         rows=tiles.rows,
         positions=tiles.positions,
         ends=tiles.ends,
-        lows=jnp.maximum(tiles.positions + 1 - call.window(), 0),
+        lows=jnp.maximum(tiles.positions + 1 - call.window, 0),
         first_turns=tiles.first_turns,
         end_turns=tiles.end_turns,
-        windows=jnp.broadcast_to(call.window(), bound),
+        windows=jnp.broadcast_to(call.window, bound),
     )
     where = tiles.queries[:, None] + jnp.arange(tile)
     queries = call.q[jnp.minimum(where, num_tokens - 1)]
     queries = queries.reshape(bound, tile, kv_heads, group, width).transpose(0, 2, 3, 1, 4)
     queries = queries.reshape(bound, kv_heads, group * tile, width)
     queries = jnp.pad(queries, ((0, 0), (0, 0), (0, LINES - group * tile), (0, 0)))
-    (result,) = _run(call, pieces, queries, call.options(tile, blocks, interpret), split=False)
+    options = Options(tile, blocks, call.mask.scale, call.mask.soft_cap, interpret)
+    (result,) = _run(call, pieces, queries, options, split=False)
     result = result[:, :, : group * tile].reshape(bound, kv_heads, group, tile, width)
     result = result.transpose(0, 3, 1, 2, 4).reshape(-1, heads, width)
     inside = (tiles.places < bound * tile)[:, None, None]
@@ -154,7 +139,7 @@ def _tiles(
 
 
 def _run(
-    call: _Call, pieces: Pieces, queries: jax.Array, options: Options, *, split: bool
+    call: Call, pieces: Pieces, queries: jax.Array, options: Options, *, split: bool
 ) -> list[jax.Array]:
     """Runs the kernel; split: unnormalised float32 values, top and total, else the output.
 

@@ -89,12 +89,12 @@ def decode_parts(
     return Pieces(row, position, ends, low, first.reshape(-1), last.reshape(-1), windows)
 
 
-def decode_packs(rows: Rows, num_tokens: int, size: int, span: int, mask: Mask) -> Packs:
+def decode_packs(rows: Rows, num_tokens: int, size: int, span: int, window: jax.Array) -> Packs:
     """The first num_decodes rows, `size` a pack."""
     bound = min(len(rows.kv_lens), num_tokens)
     lens = jnp.where(jnp.arange(bound) < rows.num_decodes, rows.kv_lens[:bound], 0)
     lens = jnp.pad(lens, (0, -bound % size))
-    lows = jnp.zeros_like(lens) if mask.window is None else jnp.maximum(lens - mask.window, 0)
+    lows = jnp.maximum(lens - window, 0)
     first = jnp.where(lens > 0, lows // span, NO_WINDOW).reshape(-1, size).min(axis=1)
     end = (-(-lens // span)).reshape(-1, size).max(axis=1)
     count = -(-jnp.minimum(rows.num_decodes, bound) // size)
@@ -106,11 +106,11 @@ def num_tiles(num_tokens: int, num_rows: int, size: int) -> int:
     return num_tokens // size + min(num_rows, num_tokens)
 
 
-def chunk_tiles(rows: Rows, num_tokens: int, sizes: tuple[int, ...]) -> list[jax.Array]:
+def chunk_tiles(rows: Rows, sizes: tuple[int, ...]) -> list[jax.Array]:
     """Tiles of each size, largest first, that each row is cut into: i32[B] a size.
 
-    A row takes as many large tiles as it fills (three quarters full is full), and the smallest
-    size for what is left.
+    A row takes as many large tiles as it fills (three quarters full is full: one large tile costs
+    less than several small ones), and the smallest size for what is left.
     """
     counts = rows.query_starts[1:] - rows.query_starts[:-1]
     left = jnp.where(jnp.arange(len(counts)) < rows.num_decodes, 0, counts)
@@ -129,7 +129,7 @@ def lay_tiles(  # noqa: PLR0913  a step's rows, and the sizes of its tiles
     num_tokens: int,
     size: int,
     span: int,
-    mask: Mask,
+    window: jax.Array,  # i32[]
 ) -> Tiles:
     """Where each tile of one size lies."""
     ends_of = rows.query_starts[1:]
@@ -142,9 +142,7 @@ def lay_tiles(  # noqa: PLR0913  a step's rows, and the sizes of its tiles
     query = jnp.where(real, starts[row] + nth * size, 0)
     position = jnp.where(real, rows.kv_lens[row] - ends_of[row] + query, 0)
     end = jnp.where(real, jnp.minimum(position + size, rows.kv_lens[row]), 0)
-    low = jnp.zeros_like(end)
-    if mask.window is not None:
-        low = jnp.maximum(position + 1 - mask.window, 0)
+    low = jnp.maximum(position + 1 - window, 0)
     token = jnp.arange(num_tokens)
     owner = jnp.minimum(jnp.sum(ends_of[None, :] <= token[:, None], axis=1), len(per_row) - 1)
     offset = token - starts[owner]

@@ -10,6 +10,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 Ref = Any
+Action = Callable[[Any], None]  # on one copy: `start` or `wait`
+
+
+def start(copy: Any) -> None:
+    copy.start()
+
+
+def wait(copy: Any) -> None:
+    copy.wait()
 
 
 class Source(NamedTuple):
@@ -25,7 +34,7 @@ class Source(NamedTuple):
 
 def transfer(  # noqa: PLR0913  a source, and which blocks
     source: Source,
-    action: Callable[[Any], None],  # starts or awaits one copy
+    action: Action,
     slot: jax.Array,
     line: int,  # row of the buffer
     row: jax.Array,  # row of the step
@@ -54,8 +63,7 @@ def walk(  # noqa: PLR0913  a kernel's place in its grid, and what it does there
     count: jax.Array,  # i32[]  pieces of this call
     turns: tuple[Ref, Ref],  # i32[pieces] each: first turn, end
     parity: Ref,  # i32[1] in SMEM: the buffer of the next turn
-    fetch: Callable[[jax.Array, jax.Array, jax.Array], None],  # piece, turn, slot: start copies
-    wait: Callable[[jax.Array, jax.Array, jax.Array], None],
+    copy: Callable[[Action, jax.Array, jax.Array, jax.Array], None],  # those of piece, turn, slot
     compute: Callable[[jax.Array, jax.Array], None],  # turn, slot
 ) -> None:
     """Runs the turns of this grid step's piece; copies run one turn ahead, over its end as well.
@@ -70,26 +78,26 @@ def walk(  # noqa: PLR0913  a kernel's place in its grid, and what it does there
     @pl.when((pl.program_id(1) == 0) & (piece < end))
     def _():
         parity[0] = 0
-        fetch(piece, first_turns[piece], jnp.int32(0))
+        copy(start, piece, first_turns[piece], jnp.int32(0))
 
     @pl.when(piece < end)
     def _():
         first, last = first_turns[piece], end_turns[piece] - 1
-        start = parity[0]
+        offset = parity[0]
 
         def one(turn, carry):
-            slot = lax.rem(start + turn - first, 2)
+            slot = lax.rem(offset + turn - first, 2)
             next_piece = jnp.where(turn == last, piece + 1, piece)
             following = first_turns[jnp.minimum(next_piece, end - 1)]
             next_turn = jnp.where(turn == last, following, turn + 1)
 
             @pl.when(next_piece < end)
             def _():
-                fetch(next_piece, next_turn, 1 - slot)
+                copy(start, next_piece, next_turn, 1 - slot)
 
-            wait(piece, turn, slot)
+            copy(wait, piece, turn, slot)
             compute(turn, slot)
             return carry
 
         lax.fori_loop(first, last + 1, one, 0)
-        parity[0] = lax.rem(start + last + 1 - first, 2)
+        parity[0] = lax.rem(offset + last + 1 - first, 2)

@@ -10,7 +10,7 @@ of p . [k | v] the right half counts.  So nothing is ever sliced within a tile o
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.ragged_paged_attention import plan, tuning
+from pallas_kernels.ragged_paged_attention.call import Call
 from pallas_kernels.ragged_paged_attention.plan import Mask, Rows
 from pallas_kernels.ragged_paged_attention.tpu_kernels import Options, decode_kernel, tile_kernel
 from pallas_kernels.ragged_paged_attention.tuning import Problem, Sizes
@@ -34,7 +35,7 @@ def unsupported(q: Any, kv: Any, block_tables: Any) -> str | None:
     lines = 32 // kv.dtype.itemsize
     if problem.block_size % lines:
         return f"block_size {problem.block_size} is no multiple of {lines}, a tile of {kv.dtype}"
-    sizes = tuning.tpu_sizes(problem)
+    sizes = tuning.tpu_sizes(problem, tuning.device_kind())
     need = max(tuning.decode_vmem(problem, sizes), tuning.tile_vmem(problem, sizes, sizes.tiles[0]))
     if need > 4 * tuning.VMEM_BUDGET:
         return f"blocks of {problem.block_size} tokens need {need >> 20} MiB of VMEM"
@@ -59,13 +60,9 @@ def ragged_paged_attention(  # noqa: PLR0913  a step's arrays, and how to run
 ) -> jax.Array:  # [T, N, H]
     """See `api`."""
     sizes = sizes or tuning.tpu_sizes(Problem.of(q, kv), tuning.device_kind())
-    tables = jnp.clip(rows.block_tables, 0, kv.shape[1] - 1)
-    rows = rows._replace(block_tables=tables)
-    if factors is None:
-        factors = jnp.ones((kv.shape[2], 2), jnp.float32)
-    call = _Call(q, kv, jnp.asarray(layer, jnp.int32).reshape(1), rows, mask, factors)
+    call = Call.of(q, kv, layer, rows, mask, factors)
     out = _decode(call, sizes, interpret)
-    per_row = plan.chunk_tiles(rows, len(q), sizes.tiles)
+    per_row = plan.chunk_tiles(rows, sizes.tiles)
     starts = rows.query_starts[:-1]
     for size, tiles in zip(sizes.tiles, per_row, strict=True):
         run = functools.partial(_tiles, call, sizes, size, interpret)
@@ -74,44 +71,32 @@ def ragged_paged_attention(  # noqa: PLR0913  a step's arrays, and how to run
     return out
 
 
-class _Call(NamedTuple):
-    q: jax.Array
-    kv: jax.Array
-    layer: jax.Array
-    rows: Rows
-    mask: Mask
-    factors: jax.Array
-
-    def options(self) -> Options:
-        group = self.q.shape[1] // self.kv.shape[2]
-        table_width = self.rows.block_tables.shape[1]
-        return Options(group, self.q.shape[2], self.mask.scale, self.mask.soft_cap, table_width)
+def _options(call: Call) -> Options:
+    mask, table_width = call.mask, call.rows.block_tables.shape[1]
+    return Options(call.group, call.q.shape[2], mask.scale, mask.soft_cap, table_width)
 
 
-def lane_width(head_dim: int) -> int:
-    """Minor axis W of queries and outputs in the kernels."""
-    return head_dim if head_dim % 128 == 0 else 2 * head_dim
-
-
-def _decode(call: _Call, sizes: Sizes, interpret: Any) -> jax.Array:
+def _decode(call: Call, sizes: Sizes, interpret: Any) -> jax.Array:
     """Attention of the rows of one query; zero for all other tokens."""
     num_tokens, heads, width = call.q.shape
     kv_heads, block_size = call.kv.shape[2:4]
     size, blocks = sizes.decode_rows, sizes.decode_blocks(block_size)
-    packs = plan.decode_packs(call.rows, num_tokens, size, blocks * block_size, call.mask)
+    packs = plan.decode_packs(call.rows, num_tokens, size, blocks * block_size, call.window)
     bound = len(packs.first_turns)
-    lanes = lane_width(width)
+    problem = Problem.of(call.q, call.kv)
+    lanes = problem.lanes
     padding = ((0, max(0, (bound + 1) * size - num_tokens)), (0, 0), (0, lanes - width))
     queries = jnp.pad(call.q, padding)[: (bound + 1) * size]
-    factors = jnp.repeat(call.factors, heads // kv_heads, axis=0)
+    factors = jnp.repeat(call.factors, call.group, axis=0)
     out = _call_kernel(
-        functools.partial(decode_kernel, call.options()),
+        functools.partial(decode_kernel, _options(call)),
         name="ragged_paged_attention_decode",
         count=packs.count,
         scalars=(*packs[1:], call.layer, call.rows.block_tables.reshape(-1)),
         inputs=(queries.reshape(bound + 1, size, heads, lanes), factors, call.kv),
+        factors_space=pltpu.VMEM,
         scratch=_scratch((size, heads, lanes), (size, kv_heads, blocks, *call.kv.shape[3:]), call),
-        vmem=tuning.decode_vmem(Problem.of(call.q, call.kv), sizes),
+        vmem=tuning.decode_vmem(problem, sizes),
         cores=sizes.cores,
         interpret=interpret,
     )
@@ -122,7 +107,7 @@ def _decode(call: _Call, sizes: Sizes, interpret: Any) -> jax.Array:
 
 
 def _tiles(  # noqa: PLR0913  a step's arrays, and how to run
-    call: _Call,
+    call: Call,
     sizes: Sizes,
     size: int,
     interpret: Any,
@@ -133,30 +118,29 @@ def _tiles(  # noqa: PLR0913  a step's arrays, and how to run
     """`out` with the queries in tiles of one size filled in."""
     num_tokens, heads, width = call.q.shape
     kv_heads, block_size = call.kv.shape[2:4]
-    blocks = sizes.tile_blocks(block_size)
+    problem, blocks = Problem.of(call.q, call.kv), sizes.tile_blocks(block_size)
     span = blocks * block_size
-    tiles = plan.lay_tiles(call.rows, per_row, starts, num_tokens, size, span, call.mask)
-    bound, lanes, group = len(tiles.rows), lane_width(width), heads // kv_heads
+    tiles = plan.lay_tiles(call.rows, per_row, starts, num_tokens, size, span, call.window)
+    bound, lanes, group = len(tiles.rows), problem.lanes, call.group
     where = jnp.pad(tiles.queries, (0, 1))[:, None] + jnp.arange(size)
     queries = call.q[jnp.minimum(where, num_tokens - 1)]
     queries = queries.reshape(bound + 1, size, kv_heads, group, width).transpose(0, 2, 3, 1, 4)
     queries = queries.reshape(bound + 1, kv_heads, group * size, width)
     queries = jnp.pad(queries, ((0, 0), (0, 0), (0, 0), (0, lanes - width)))
-    window = plan.NO_WINDOW if call.mask.window is None else call.mask.window
-    window = jnp.asarray(window, jnp.int32).reshape(1)
     result = _call_kernel(
-        functools.partial(tile_kernel, call.options()),
+        functools.partial(tile_kernel, _options(call)),
         name="ragged_paged_attention_tiles",
         count=tiles.count,
         scalars=(
             *(tiles.rows, tiles.positions, tiles.ends, tiles.first_turns, tiles.end_turns),
-            *(window, call.layer, call.rows.block_tables.reshape(-1)),
+            *(call.window.reshape(1), call.layer, call.rows.block_tables.reshape(-1)),
         ),
         inputs=(queries, call.factors, call.kv),
+        factors_space=pltpu.SMEM,
         scratch=_scratch(
             (kv_heads, group * size, lanes), (1, kv_heads, blocks, *call.kv.shape[3:]), call
         ),
-        vmem=tuning.tile_vmem(Problem.of(call.q, call.kv), sizes, size),
+        vmem=tuning.tile_vmem(problem, sizes, size),
         cores=sizes.cores,
         interpret=interpret,
     )
@@ -166,7 +150,7 @@ def _tiles(  # noqa: PLR0913  a step's arrays, and how to run
     return jnp.where(inside, result[tiles.places], out)
 
 
-def _scratch(state: tuple[int, ...], turn: tuple[int, ...], call: _Call) -> list[Any]:
+def _scratch(state: tuple[int, ...], turn: tuple[int, ...], call: Call) -> list[Any]:
     return [
         pltpu.VMEM((2, *turn), call.kv.dtype),
         pltpu.SemaphoreType.DMA((2,)),
@@ -184,6 +168,7 @@ def _call_kernel(  # noqa: PLR0913  what two kernels share, and where they diffe
     count: jax.Array,
     scalars: tuple[jax.Array, ...],
     inputs: tuple[jax.Array, jax.Array, jax.Array],  # queries by piece, factors, KV
+    factors_space: Any,
     scratch: list[Any],
     vmem: int,
     cores: int,
@@ -203,7 +188,7 @@ def _call_kernel(  # noqa: PLR0913  what two kernels share, and where they diffe
         return (piece(*places), *(0,) * (queries.ndim - 1))
 
     block = pl.BlockSpec((1, *queries.shape[1:]), whole)
-    factors = pl.BlockSpec(memory_space=pltpu.VMEM if "decode" in name else pltpu.SMEM)
+    factors = pl.BlockSpec(memory_space=factors_space)
     return pl.pallas_call(
         kernel,
         name=name,

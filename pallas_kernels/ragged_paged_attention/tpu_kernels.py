@@ -97,14 +97,7 @@ def decode_kernel(  # noqa: PLR0913  refs in the order of the call
             pl.when(~whole & alive)(functools.partial(add, index, turn, slot, masked=True))
 
     _reset(state)
-    stream.walk(
-        count[0],
-        (first_turns, end_turns),
-        parity,
-        functools.partial(copy, lambda one: one.start()),
-        functools.partial(copy, lambda one: one.wait()),
-        compute,
-    )
+    stream.walk(count[0], (first_turns, end_turns), parity, copy, compute)
     for index in range(size):
         result = _result(state, index) * factors[:, 1:]
         out[0, index] = result.astype(out.dtype)
@@ -172,14 +165,7 @@ def tile_kernel(  # noqa: PLR0913  refs in the order of the call
         pl.when(~whole)(functools.partial(add, turn, slot, masked=True))
 
     _reset(state)
-    stream.walk(
-        count[0],
-        (first_turns, end_turns),
-        parity,
-        functools.partial(copy, lambda one: one.start()),
-        functools.partial(copy, lambda one: one.wait()),
-        compute,
-    )
+    stream.walk(count[0], (first_turns, end_turns), parity, copy, compute)
 
     def finish(index, carry):
         out[0, index] = (_result(state, index) * factors[index, 1]).astype(out.dtype)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.ragged_paged_attention.plan import Mask, Rows
+from pallas_kernels.ragged_paged_attention.plan import Mask, Rows, chunk_tiles
 
 DECODE_ROWS = 16  # rows that share one loop over the context
 DECODE_SPAN = 128  # positions a turn of it
@@ -136,30 +136,21 @@ def _decode(q: jax.Array, kv: jax.Array, layer: jax.Array, batch: Rows, mask: Ma
 def _chunks(
     out: jax.Array, q: jax.Array, kv: jax.Array, layer: jax.Array, rows: Rows, mask: Mask
 ) -> jax.Array:
-    """`out` with the rows of many queries filled in, tile by tile of queries of one row.
-
-    A row is cut into as many large tiles as it fills, and small ones for its rest.
-    """
+    """`out` with the rows of many queries filled in, tile by tile of queries of one row."""
     num_tokens = len(q)
     widest = max(span for _, span in CHUNK_TILES)
     tables = _pad_to_span(rows.block_tables, max(1, widest // kv.shape[3]))
     rows = rows._replace(block_tables=tables)
-    counts = rows.query_starts[1:] - rows.query_starts[:-1]
-    left = jnp.where(jnp.arange(len(counts)) < rows.num_decodes, 0, counts)
-    smallest = min(num_tokens, CHUNK_TILES[-1][0])
     padding = ((0, CHUNK_TILES[0][0]), (0, 0), (0, 0))
     q, out = jnp.pad(q, padding), jnp.pad(out, padding)
-    for size, span in CHUNK_TILES:
-        if size > num_tokens and size != CHUNK_TILES[-1][0]:
-            continue
-        size = min(size, num_tokens)
-        if size == smallest:
-            tiles = -(-left // size)
-        else:  # one large tile, even if a quarter of it is idle, costs less than small ones
-            tiles = (left + size // 4) // size
-        firsts = rows.query_starts[1:] - left
+    *large, (smallest, narrow) = CHUNK_TILES
+    kinds = [kind for kind in large if kind[0] <= num_tokens]
+    kinds.append((min(smallest, num_tokens), narrow))
+    counts = chunk_tiles(rows, tuple(size for size, _ in kinds))
+    firsts = rows.query_starts[:-1]
+    for (size, span), tiles in zip(kinds, counts, strict=True):
         out = _tiles(out, q, kv, layer, rows, mask, Tiles(size, span, tiles, firsts))
-        left = jnp.maximum(left - tiles * size, 0)
+        firsts = firsts + tiles * size
     return out[:num_tokens]
 
 

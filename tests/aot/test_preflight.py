@@ -22,6 +22,9 @@ ROOT = Path(__file__).parent.parent.parent
 TPU = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed"
 )
+GPU = pytest.mark.skipif(
+    importlib.util.find_spec("jax_cuda13_plugin") is None, reason="no compiler for GPUs"
+)
 HF = tiny._with(  # weights of some MiB, so that a copy of one is told from small change
     num_attention_heads=8,
     num_key_value_heads=4,
@@ -126,6 +129,19 @@ def test_the_largest_pool_compiles_and_a_larger_one_does_not_fit(model: str):
     assert report(*asked, f"cache.num_blocks={largest}")["fits"]
     wrong = report(*asked, f"cache.num_blocks={2 * largest}", code=1)
     assert wrong["problems"] and wrong["advice"]
+
+
+@pytest.mark.slow
+@GPU
+def test_a_gpu_without_kernels_takes_xla_and_the_report_says_so(model: str):
+    """What a Hopper kernel would do to the compiler of an older GPU: abort."""
+    settings = (*SETTINGS, "--set", "runner.kernels=auto")
+    for name, kernels in (("a100", 0), ("h200", 1)):
+        found = report("--target", name, "--model", model, *settings)
+        assert found["fits"], found["problems"]
+        assert (found["programs"][0]["kernels"] > 0) == kernels
+        said = [line for line in found["checked"] if "compute capability 8.0" in line]
+        assert len(said) == 1 - kernels, found["checked"]
 
 
 def test_tables_say_what_the_object_says(model: str):

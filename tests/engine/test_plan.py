@@ -3,7 +3,10 @@
 import dataclasses
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 
 from jaxserve import build, settings, sources
@@ -16,6 +19,7 @@ from jaxserve.config import (
     SamplingConfig,
     SchedulerConfig,
 )
+from jaxserve.runner.sharding import Sharding
 from model_zoo.weights import open_checkpoint
 from tests.equivalence.rig import write_tokenizer
 from tests.models.weight_files import write_folder
@@ -94,3 +98,30 @@ def test_config_says_what_settings_come_to(folder: Path, capsys, monkeypatch) ->
 def test_settings_that_the_model_contradicts_are_bad_usage(folder: Path, capsys) -> None:
     assert main(["config", "--model", str(folder), "--set", "model.max_len=257"]) == 2
     assert "above the 256 tokens" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("platform", "capability", "kernels", "lines"),
+    [
+        ("cpu", None, "xla", 0),
+        ("tpu", None, "auto", 0),
+        ("gpu", "9.0", "auto", 0),
+        ("gpu", "8.9", "xla", 1),
+        ("gpu", "10.0", "xla", 1),
+        ("gpu", "gfx942", "xla", 1),
+    ],
+)
+def test_kernels_are_those_of_the_devices_that_are_compiled_for(
+    platform: str, capability: str | None, kernels: str, lines: int
+) -> None:
+    device = SimpleNamespace(platform=platform, device_kind="Some Chip")
+    if capability:
+        device.compute_capability = capability
+    mesh: Any = SimpleNamespace(devices=np.array([[device]]))
+    said: list[str] = []
+    auto, xla = (EngineConfig(runner=RunnerConfig(kernels=name)) for name in ("auto", "xla"))
+    made = build.with_kernels(auto, Sharding(mesh), said.append)
+    assert made == (auto if kernels == "auto" else xla)
+    assert len(said) == lines
+    assert all("Some Chip" in line and str(capability) in line for line in said)
+    assert build.with_kernels(xla, Sharding(mesh), said.append) == xla and len(said) == lines

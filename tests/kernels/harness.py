@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from hypothesis import strategies as st
 
-from pallas_kernels.ragged_paged_attention import api, plan, reference
+from pallas_kernels.ragged_paged_attention import plan, reference
 from pallas_kernels.ragged_paged_attention.cases import Case, Inputs, Shape, make_inputs
 
 LAYER = 1  # of 3; the others hold NaN, so a wrong layer shows
@@ -108,6 +108,3 @@ def batches(draw: Any) -> Case:
     rows = (*((1, length) for length in decodes), *((n, n + before) for n, before in chunks))
     window = draw(st.sampled_from([None, 1, 24, 64]))
     return Case("drawn", rows, len(decodes), window=window, pad_tokens=0, pad_rows=0)
-
-
-__all__ = ["api", "attend", "batches", "fits", "operands", "padded", "poison", "stored", "want"]

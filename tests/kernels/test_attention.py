@@ -10,23 +10,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels.ragged_paged_attention import api, reference
+from pallas_kernels.ragged_paged_attention import api
 from pallas_kernels.ragged_paged_attention.cases import CASES, Case, Inputs, Shape, make_inputs
 from tests.kernels import harness
 
-LAYER = 1  # of 3; the others hold NaN, so a wrong layer shows
 TOLERANCE = {"float32": 2e-5, "bfloat16": 4e-2}
 SHAPE = Shape(tokens=520, rows=48)  # one program for all cases that differ in their rows only
 
 
 def shape_for(case: Case) -> Shape:
-    table = -(-704 // case.block_size)
+    table = -(-harness.KV_LENGTH // case.block_size)
     return SHAPE._replace(table=table, blocks=3 * table + 40)
 
 
 @functools.partial(jax.jit, static_argnames=("block_size", "window", "soft_cap", "scale"))
 def attention(q, kv, tables, starts, lens, num_decodes, **options):
-    layer = jnp.int32(LAYER)
+    layer = jnp.int32(harness.LAYER)
     return api.ragged_paged_attention(q, kv, layer, tables, starts, lens, num_decodes, **options)
 
 
@@ -35,7 +34,7 @@ def run(case: Case, inputs: Inputs, dtype: str = "float32") -> np.ndarray:
     blocks, block_size, kv_heads, width = inputs.k.shape
     kv = api.init_kv(api.kv_shape(3, blocks, block_size, kv_heads, width), dtype)
     both = api.side_by_side(jnp.asarray(inputs.k), jnp.asarray(inputs.v)).transpose(0, 2, 1, 3)
-    kv = jnp.full_like(kv, jnp.nan).at[LAYER].set(both.astype(kv.dtype))
+    kv = jnp.full_like(kv, jnp.nan).at[harness.LAYER].set(both.astype(kv.dtype))
     out = attention(
         jnp.asarray(inputs.q, dtype), kv, *inputs[3:], block_size=block_size, **options(case)
     )
@@ -43,8 +42,7 @@ def run(case: Case, inputs: Inputs, dtype: str = "float32") -> np.ndarray:
 
 
 def want(case: Case, inputs: Inputs, dtype: str = "float32") -> np.ndarray:
-    rounded = (np.asarray(jnp.asarray(x, dtype).astype(jnp.float32)) for x in inputs[:3])
-    return reference.ragged_paged_attention(*rounded, *inputs[3:6], **options(case))
+    return harness.want(case, inputs, dtype, dtype)
 
 
 def options(case: Case) -> dict:

@@ -111,7 +111,7 @@ def test_the_tpu_kernel_writes_what_the_scatter_writes(slots):
 
 @pytest.mark.parametrize(
     ("dtype", "block_size"),
-    [("bfloat16", 16), ("bfloat16", 5), ("int8", 64), ("float8_e4m3fn", 32)],
+    [("bfloat16", 16), ("bfloat16", 48), ("int8", 64), ("float8_e4m3fn", 32)],
 )
 def test_the_tpu_kernel_writes_any_dtype(dtype, block_size):
     slots = [block_size - 1, 0, 3 * block_size + 1, 3 * block_size, 4 * block_size + 7, 2]
@@ -153,3 +153,24 @@ def test_auto_on_a_cpu_is_the_scatter():
     auto = jax.jit(functools.partial(kv_write, implementation="auto"))
     got = auto(filled(), jnp.int32(1), slots, *tokens(3))
     np.testing.assert_array_equal(got, kv_write(filled(), jnp.int32(1), slots, *tokens(3)))
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "reason"),
+    [
+        ((HEADS, 16, 96), "bfloat16", "minor axis of 96"),
+        ((HEADS, 8, 128), "bfloat16", "block_size 8 is no multiple of 16"),
+        ((64, 32, 512), "int8", "64 heads needs 32 MiB of VMEM"),
+    ],
+)
+def test_the_kernel_says_why_it_cannot(shape, dtype, reason):
+    """By its name it is refused; "auto" takes the scatter."""
+    kv = jax.ShapeDtypeStruct((2, 4, *shape), dtype)
+    one = jax.ShapeDtypeStruct((3, shape[0], shape[2] // 2), jnp.float32)
+    scales = jax.ShapeDtypeStruct((2, shape[0], 2), jnp.float32)
+    arrays = (kv, jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct((3,), jnp.int32))
+    call = functools.partial(kv_write, implementation="tpu")
+    with pytest.raises(ValueError, match=f"KV write kernel 'tpu': .*{reason}"):
+        jax.eval_shape(call, *arrays, one, one, scales)
+    call = functools.partial(kv_write, implementation="auto")
+    assert jax.eval_shape(call, *arrays, one, one, scales).shape == kv.shape

@@ -19,12 +19,11 @@ SIZES = (16, 4)
 @jax.jit
 def planned(starts, lens, decodes, window):
     rows = plan.Rows(jnp.zeros((ROWS, 1), jnp.int32), starts, lens, decodes)
-    mask = plan.Mask(window, None, 1.0)
     at, laid = starts[:-1], []
-    for size, tiles in zip(SIZES, plan.chunk_tiles(rows, TOKENS, SIZES), strict=True):
-        laid.append(plan.lay_tiles(rows, tiles, at, TOKENS, size, SPAN, mask))
+    for size, tiles in zip(SIZES, plan.chunk_tiles(rows, SIZES), strict=True):
+        laid.append(plan.lay_tiles(rows, tiles, at, TOKENS, size, SPAN, window))
         at = at + tiles * size
-    packs = plan.decode_packs(rows, TOKENS, 3, SPAN, mask)
+    packs = plan.decode_packs(rows, TOKENS, 3, SPAN, window)
     return laid, packs, plan.decode_parts(rows, ROWS, (3, 2), SPAN, window)
 
 

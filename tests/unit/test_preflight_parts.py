@@ -129,6 +129,7 @@ PLAN = {
     "dtype": "bfloat16",
     "data": 1,
     "tensor": 8,
+    "notes": [],
     "programs": ["backbone[512]", "backbone[64]", "head[64]", "head[16]"],
 }
 KV_BYTES = PLAN["num_blocks"] * PLAN["block_bytes"]
