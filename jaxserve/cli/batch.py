@@ -157,13 +157,22 @@ def _run(
     try:
         files = JobFiles(storage, layout, lock, common.note)
     except OSError as error:
-        raise common.UsageError(
-            f"--output {args.output} cannot be written: {common.one_line(error)}"
-        ) from error
+        return _refused(error, f"--output {args.output} cannot be written: ")
     try:
         return _run_locked(args, config, defaults, files, given, settings, stop)
     finally:
         files.close()
+
+
+def _refused(error: OSError, what: str = "") -> int:
+    """The exit code of a job whose files cannot be used."""
+    from jaxserve.offline.storage import may_work_later
+
+    message = f"{what}{common.one_line(error)}"
+    if not may_work_later(error):
+        raise common.UsageError(message) from error
+    common.note(f"error: {message}; what is done is kept, run it again to go on")
+    return common.PARKED
 
 
 def _run_locked(  # noqa: PLR0913
@@ -185,18 +194,20 @@ def _run_locked(  # noqa: PLR0913
         anew = args.restart or args.accept_changes
         source = Input(given) if given else places.spool(files, _stdin(), anew=anew)
         files.prepare(source, settings, wishes)
+        work = Work(args, config, defaults, files, source)
+        nothing_left = work.num_lines and not work.num_left
+        if nothing_left:
+            files.settle()
     except OSError as error:
-        raise common.UsageError(common.one_line(error)) from error
-    work = Work(args, config, defaults, files, source)
+        return _refused(error)
     done_before, failed_before = work.num_before
     started = time.monotonic()
     outcome = Outcome()
-    if work.num_left or not work.num_lines:
+    if nothing_left:
+        _correct_status(work)
+    else:
         _tell_what_is_left(work)
         outcome = run_engine(work, stop, _bytes(args.roll_size))
-    else:
-        files.settle()
-        _correct_status(work)
     totals = outcome.totals
     finished = done_before + failed_before + totals.done + totals.failed
     startup = time.monotonic() - started - outcome.seconds

@@ -20,6 +20,7 @@ _PASSING = {
     *(errno.ECONNRESET, errno.ECONNABORTED, errno.EPIPE, errno.ENETDOWN, errno.ENETUNREACH),
     *(errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENOLINK, errno.EREMOTEIO, errno.EPROTO),
 }
+_FULL = {errno.ENOSPC, errno.EDQUOT}
 
 
 class Appender(Protocol):
@@ -120,6 +121,11 @@ def retry[T](call: Callable[[], T], sleep: Callable[[float], None], again: objec
         if callable(again):
             again()
     return call()
+
+
+def may_work_later(error: OSError) -> bool:
+    """The disk is full or away; nothing is wrong with the call itself."""
+    return error.errno in _PASSING | _FULL
 
 
 class LocalStorage:
