@@ -106,20 +106,26 @@ class Os:
             return None
 
 
-def retry[T](call: Callable[[], T], sleep: Callable[[float], None], again: object = None) -> T:
-    """What `call` returns; after a passing failure it is called again, a bounded number of times.
+def _passes(error: Exception) -> bool:
+    return isinstance(error, OSError) and error.errno in _PASSING
 
-    `again`, when callable, runs before each further try.
-    """
+
+def retry[T](
+    call: Callable[[], T],
+    sleep: Callable[[float], None],
+    again: Callable[[], None] = lambda: None,
+    passes: Callable[[Exception], bool] = _passes,
+) -> T:
+    """What `call` returns; after a failure that `passes` it is called again, a bounded number of
+    times, with `again` before each."""
     for pause in RETRY_PAUSES:
         try:
             return call()
-        except OSError as error:
-            if error.errno not in _PASSING:
+        except Exception as error:
+            if not passes(error):
                 raise
         sleep(pause)
-        if callable(again):
-            again()
+        again()
     return call()
 
 
