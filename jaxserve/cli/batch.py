@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from jaxserve.cli import batch_ray, common
 from jaxserve.cli.batch_run import Outcome, Work, run_engine
 from jaxserve.offline import shard
+from jaxserve.offline.stop import GRACE_SECONDS
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -110,12 +111,13 @@ def _add_resume_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--grace",
         type=float,
-        default=20.0,
+        default=GRACE_SECONDS,
         metavar="SECONDS",
-        help="time for requests in flight after SIGTERM or Ctrl-C; default 20",
+        help=f"time for requests in flight after SIGTERM or Ctrl-C; default {GRACE_SECONDS:g}",
     )
     group.add_argument(
         "--roll-size",
+        type=_size,
         metavar="SIZE",
         help="write parts of about this size (FILE-00001, ...), such as 512M",
     )
@@ -139,31 +141,38 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run(
-    args: argparse.Namespace, config: "EngineConfig", defaults: "SamplingParams", stop: Any
+    args: argparse.Namespace,
+    config: "EngineConfig",
+    defaults: "SamplingParams",
+    stop: "StopSignals",
 ) -> int:
-    from jaxserve.offline import places
+    from jaxserve.offline import lock, places
     from jaxserve.offline.files import JobFiles
-    from jaxserve.offline.lock import Lease, LocalLock
 
-    roll_bytes = _bytes(args.roll_size)
     from_stdin = args.inputs == [places.STANDARD_INPUT]
     given = [] if from_stdin else places.find_inputs(args.inputs, args.output)
-    storage, layout = places.find_output(args.output, given, rolled=roll_bytes is not None)
+    storage, layout = places.find_output(args.output, given, rolled=args.roll_size is not None)
     settings = _settings(args, config, defaults)
 
-    def lock(storage: Any, folder: str) -> LocalLock | Lease:
-        return LocalLock(folder) if storage.appends else Lease(storage, folder)
-
     try:
-        files = JobFiles(storage, layout, lock, common.note)
+        files = JobFiles(storage, layout, lock.take, common.note)
     except OSError as error:
-        raise common.UsageError(
-            f"--output {args.output} cannot be written: {common.one_line(error)}"
-        ) from error
+        return _refused(error, f"--output {args.output} cannot be written: ")
     try:
         return _run_locked(args, config, defaults, files, given, settings, stop)
     finally:
         files.close()
+
+
+def _refused(error: OSError, what: str = "") -> int:
+    """The exit code of a job whose files cannot be used."""
+    from jaxserve.offline.storage import may_work_later
+
+    message = f"{what}{common.one_line(error)}"
+    if not may_work_later(error):
+        raise common.UsageError(message) from error
+    common.note(f"error: {message}; what is done is kept, run it again to go on")
+    return common.PARKED
 
 
 def _run_locked(  # noqa: PLR0913
@@ -185,18 +194,20 @@ def _run_locked(  # noqa: PLR0913
         anew = args.restart or args.accept_changes
         source = Input(given) if given else places.spool(files, _stdin(), anew=anew)
         files.prepare(source, settings, wishes)
+        work = Work(args, config, defaults, files, source)
+        nothing_left = work.num_lines and not work.num_left
+        if nothing_left:
+            files.settle()
     except OSError as error:
-        raise common.UsageError(common.one_line(error)) from error
-    work = Work(args, config, defaults, files, source)
+        return _refused(error)
     done_before, failed_before = work.num_before
     started = time.monotonic()
     outcome = Outcome()
-    if work.num_left or not work.num_lines:
-        _tell_what_is_left(work)
-        outcome = run_engine(work, stop, _bytes(args.roll_size))
-    else:
-        files.settle()
+    if nothing_left:
         _correct_status(work)
+    else:
+        _tell_what_is_left(work)
+        outcome = run_engine(work, stop)
     totals = outcome.totals
     finished = done_before + failed_before + totals.done + totals.failed
     startup = time.monotonic() - started - outcome.seconds
@@ -240,15 +251,12 @@ def _correct_status(work: Work) -> None:
     """Nothing is left to run, but a run that was killed behind its last result did not say so."""
     from jaxserve.offline import status
 
-    storage, folder = work.files.storage, work.files.layout.folder
     try:
-        found = status.read(storage, folder)
+        found = status.read(work.files.storage, work.files.layout.folder)
     except (OSError, ValueError):
         return
     if found.state != "done":
-        facts = {"model": work.config.model.name, "shard": shard.name(work.args.shard)}
-        before = sum(work.num_before)
-        status.StatusFile(storage, folder, work.num_lines, before, **facts).end("done")
+        work.status_file().end("done")
 
 
 def _shard(text: str) -> shard.Shard:
@@ -256,6 +264,15 @@ def _shard(text: str) -> shard.Shard:
         return shard.parse(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _size(text: str) -> int:
+    """Bytes: 512M -> 536870912."""
+    found = _SIZE.fullmatch(text.strip())
+    value = int(float(found[1]) * 1024 ** " KMGT".index(found[2].upper() or " ")) if found else 0
+    if not value:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a size such as 512M")
+    return value
 
 
 def _settings(
@@ -296,18 +313,6 @@ def _check_numbers(args: argparse.Namespace) -> None:
         raise common.UsageError(f"--price-per-hour {price} must be at least 0")
     if args.max_errors is not None and args.max_errors < 0:
         raise common.UsageError(f"--max-errors {args.max_errors} must be at least 0")
-    _bytes(args.roll_size)
-
-
-def _bytes(size: str | None) -> int | None:
-    """512M -> 536870912.  Raises UsageError."""
-    if size is None:
-        return None
-    found = _SIZE.fullmatch(size.strip())
-    value = int(float(found[1]) * 1024 ** " KMGT".index(found[2].upper() or " ")) if found else 0
-    if not value:
-        raise common.UsageError(f"--roll-size {size} must be a size such as 512M")
-    return value
 
 
 def _show(report: dict[str, Any], *, as_json: bool) -> None:

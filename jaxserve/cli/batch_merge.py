@@ -26,6 +26,14 @@ def register(subparsers: Any) -> None:
         "input", metavar="INPUT", help="the whole input of the job; may be a pattern"
     )
     parser.add_argument(
+        "--more-input",
+        action="append",
+        default=[],
+        metavar="INPUT",
+        help="the next input of a job of several, in the order the job was given them; may be "
+        "repeated",
+    )
+    parser.add_argument(
         "outputs",
         nargs="+",
         metavar="SHARD_OUTPUT",
@@ -50,7 +58,8 @@ def run(args: argparse.Namespace) -> int:
             f"--output {args.output} exists; name another file or add --overwrite"
         )
     try:
-        given, outputs = places.find_inputs([args.input]), places.find_inputs(args.outputs)
+        given = places.find_inputs([args.input, *args.more_input])
+        outputs = places.find_inputs(args.outputs)
         places.find_output(str(args.output), given, rolled=False)
         places.find_output(str(args.output), outputs, rolled=False)
         report = merge(Input(given).lines(), outputs, args.output)

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 from jaxserve.cli import common
 
 if TYPE_CHECKING:
-    from jaxserve.offline.job import Sink, Totals
+    from jaxserve.cli.batch_run import Work
+    from jaxserve.offline.job import Sink
     from jaxserve.offline.progress import Progress
-    from jaxserve.offline.report import EngineUse
     from jaxserve.offline.stop import StopSignals
 
 CREDIT_SEATS = 4  # lines an actor may hold, in multiples of max_seqs
@@ -48,9 +48,9 @@ def check(args: argparse.Namespace) -> None:
 
 
 class RayRunner:
-    """As the runner of one engine (`cli.batch`), for several."""
+    """As the runner of one engine (`cli.batch_run`), for several."""
 
-    def __init__(self, work: Any) -> None:
+    def __init__(self, work: "Work") -> None:
         common.start_logging(work.args.verbose)
         from jaxserve.offline.crew import CrewJob
         from jaxserve.offline.job import JobOptions
@@ -71,24 +71,15 @@ class RayRunner:
         for name, most in self._crew.missing().items():
             common.note(f"no machine of the cluster has what an actor asks for: {name}={most:g}")
         credit = CREDIT_SEATS * work.config.scheduler.max_seqs
-        self._job = CrewJob(self._crew, credit=credit, max_errors=args.max_errors)
-        self.snapshot = self._job.snapshot
+        self.job = CrewJob(self._crew, credit=credit, max_errors=args.max_errors)
         self.close = self._crew.close
 
     @property
-    def totals(self) -> "Totals":
-        return self._job.totals
-
-    @property
-    def use(self) -> "EngineUse":
-        return self._job.use
-
-    @property
     def redone(self) -> int:
-        return self._job.redone
+        return self.job.redone
 
     def run(self, sink: "Sink", progress: "Progress", stop: "StopSignals") -> None:
-        self._job.run(self._lines(), sink, progress, stop)
+        self.job.run(self._lines(), sink, progress, stop)
 
 
 def _resources(text: str) -> dict[str, float]:

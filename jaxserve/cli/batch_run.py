@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from jaxserve.offline.job import Sink
     from jaxserve.offline.jsonl import Line
     from jaxserve.offline.progress import Progress
-    from jaxserve.offline.report import EngineUse
+    from jaxserve.offline.status import StatusFile
     from jaxserve.offline.stop import StopSignals
     from jaxserve.request import SamplingParams
 
@@ -35,11 +35,13 @@ class Work:
         files: "JobFiles",
         source: "Input",
     ) -> None:
+        from jaxserve.offline.job import Outcome as JobOutcome
+
         self.args, self.config, self.defaults = args, config, defaults
         self.files, self.source = files, source
         self._mine = shard.mask(args.shard, files.scan.num_lines)
         finished = files.finished & self._mine
-        failed = int((files.outcomes[finished] != 0).sum())
+        failed = int((files.outcomes[finished] != JobOutcome.DONE).sum())
         self.num_lines = int(self._mine.sum())
         self.num_before = int(finished.sum()) - failed, failed
         self.num_left = self.num_lines - int(finished.sum())
@@ -48,6 +50,14 @@ class Work:
     def lines(self) -> "Iterator[Line]":
         """Those that are not finished."""
         return self.source.lines(self.files.finished | ~self._mine)
+
+    def status_file(self) -> "StatusFile":
+        """Begins it anew."""
+        from jaxserve.offline.status import StatusFile
+
+        facts = {"model": self.config.model.name, "shard": shard.name(self.args.shard)}
+        before, folder = sum(self.num_before), self.files.layout.folder
+        return StatusFile(self.files.storage, folder, self.num_lines, before, **facts)
 
 
 class Outcome:
@@ -64,14 +74,14 @@ class Outcome:
         self.redone = 0  # lines of lost workers
 
 
-def run_engine(work: Work, stop: "StopSignals", roll_bytes: int | None) -> Outcome:
+def run_engine(work: Work, stop: "StopSignals") -> Outcome:
     """Runs what is not finished."""
     from jaxserve.offline.job import JobFailed
     from jaxserve.offline.output import Syncing
     from jaxserve.offline.progress import Several, make_progress
-    from jaxserve.offline.status import StatusFile
 
     args, files, outcome = work.args, work.files, Outcome()
+    roll_bytes = args.roll_size
     if roll_bytes is None and not files.storage.appends:
         roll_bytes = REMOTE_PART
     runner = batch_ray.RayRunner(work) if args.ray else _LocalRunner(work)
@@ -79,9 +89,7 @@ def run_engine(work: Work, stop: "StopSignals", roll_bytes: int | None) -> Outco
     status = None
     try:
         output = files.open_output(Syncing(args.sync_interval, roll_bytes))
-        facts = {"model": work.config.model.name, "shard": shard.name(args.shard)}
-        before = sum(work.num_before)
-        status = StatusFile(files.storage, files.layout.folder, work.num_lines, before, **facts)
+        status = work.status_file()
         progress = Several([make_progress(work.num_left, sys.stderr), status])
         try:
             stop.begin()
@@ -97,11 +105,12 @@ def run_engine(work: Work, stop: "StopSignals", roll_bytes: int | None) -> Outco
         outcome.code = common.SOME_FAILED
     finally:
         outcome.seconds = time.monotonic() - begun
-        outcome.totals, outcome.use, outcome.redone = runner.totals, runner.use, runner.redone
+        job, outcome.redone = runner.job, runner.redone
+        outcome.totals, outcome.use = job.totals, job.use
         if status is not None:
             left = work.num_left - outcome.totals.done - outcome.totals.failed
             ended = "parked" if left else "done"
-            status.update(runner.snapshot(), last=True)
+            status.update(job.snapshot(), last=True)
             status.end("failed" if outcome.code == common.SOME_FAILED else ended)
         runner.close()
     return outcome
@@ -113,7 +122,7 @@ class _LocalRunner:
     redone = 0
 
     def __init__(self, work: Work) -> None:
-        from jaxserve.offline.job import Job, JobOptions, Totals
+        from jaxserve.offline.job import Job, JobOptions
         from jaxserve.offline.parse import Encoder, Parser
 
         args = work.args
@@ -121,21 +130,15 @@ class _LocalRunner:
         tokenizer, config = self._assembly.tokenizer, self._assembly.config
         self._parse = Parser(work.defaults, Encoder(tokenizer, config, any_model=args.any_model))
         self._lines = work.lines
-        self.totals = Totals()
         options = JobOptions(args.token_ids, in_order=args.in_order, max_errors=args.max_errors)
-        self._job = Job(self._assembly, options, self.totals)
-        self.snapshot = self._job.snapshot
+        self.job = Job(self._assembly, options)
         self.close = self._assembly.close
-
-    @property
-    def use(self) -> "EngineUse":
-        return self._job.use
 
     def run(self, sink: "Sink", progress: "Progress", stop: "StopSignals") -> None:
         from jaxserve.offline.reader import Reader
 
         source = Reader(self._lines(), self._parse)
         try:
-            self._job.run(source, sink, progress, stop)
+            self.job.run(source, sink, progress, stop)
         finally:
             source.stop()

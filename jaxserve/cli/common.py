@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxserve.cli.cold_start import ColdStart
+from jaxserve.offline import stop
 
 if TYPE_CHECKING:
     from jaxserve.build import Assembly
@@ -23,7 +24,7 @@ STARTED = time.perf_counter()  # of the process, as near as this module can tell
 DONE = 0
 SOME_FAILED = 1
 BAD_USAGE = 2
-PARKED = 75  # stopped early: the same command goes on where it was
+PARKED = stop.PARKED  # stopped early: the same command goes on where it was
 INTERRUPTED = 130  # ended by Ctrl-C, as shells count it
 
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxserve.metrics import StepRecord, Totals
+from jaxserve.offline.report import EngineUse, share
 from jaxserve.offline.workload import Replay, WorkItem
 
 
@@ -72,14 +73,14 @@ def step_figures(records: Sequence[StepRecord], run: Replay) -> dict[str, Any]:
         totals.add(record)
         kinds[_kind(record)] += record.device_s
     wall = run.end - run.start
-    used = totals.decode_tokens + totals.prefill_tokens + totals.recomputed_tokens
+    use = EngineUse.of(totals).figures(wall)
     host = totals.schedule_s + totals.build_s + totals.dispatch_s + totals.update_s
     return {
         "steps": totals.steps,
-        "time_waste": _share(totals.padding_s, totals.device_s),
-        "token_waste": _share(totals.padded_tokens, used + totals.padded_tokens),
-        "host_ms_per_step": _share(1e3 * host, totals.steps),
-        "device_idle_share": max(0.0, 1 - totals.device_s / wall),
+        "time_waste": use["time_waste"],
+        "token_waste": use["token_waste"],
+        "host_ms_per_step": share(1e3 * host, totals.steps),
+        "device_idle_share": use["idle_share"],
         "phase_s": {
             "schedule": totals.schedule_s,
             "build": totals.build_s,
@@ -100,10 +101,6 @@ def _kind(record: StepRecord) -> str:
     if not record.decode_tokens:
         return "prefill"
     return "mixed" if record.prefill_tokens + record.recomputed_tokens else "decode"
-
-
-def _share(part: float, whole: float) -> float:
-    return part / whole if whole else 0.0
 
 
 def _ttfts(run: Replay) -> list[float]:

@@ -14,13 +14,13 @@ from jaxserve.offline import output
 from jaxserve.offline.errors import InputError
 from jaxserve.offline.fingerprint import changes
 from jaxserve.offline.inputs import Input, Scan
-from jaxserve.offline.lock import Lease, LocalLock
+from jaxserve.offline.job import Outcome
+from jaxserve.offline.lock import Lock
 from jaxserve.offline.output import Damaged, Layout, Lines, Output, Part, Syncing
 from jaxserve.offline.storage import Storage, read_all
 
 FORMAT = 1
 _SETTINGS = "settings.json"
-_RETRYABLE = 2  # job.Outcome.RETRYABLE
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class JobFiles:
         self,
         storage: Storage,
         layout: Layout,
-        lock: Callable[[Storage, str], LocalLock | Lease],
+        lock: Callable[[Storage, str], Lock],
         note: Callable[[str], None] = lambda line: None,
     ) -> None:
         """Makes the journal's folder, or finds it.  Raises InputError when another process holds
@@ -85,14 +85,6 @@ class JobFiles:
         """`side`, the file that `prepare` is given, takes the place of `path` in `settle`; in
         `close` it is dropped when it came to nothing."""
         self._replaced = (side, path)
-
-    @property
-    def num_finished(self) -> int:
-        return int(np.count_nonzero(self.finished))
-
-    @property
-    def num_failed(self) -> int:
-        return int(np.count_nonzero(self.outcomes[self.finished]))
 
     def settle(self) -> None:
         """Does what was planned: sets aside, rewrites, remembers accepted settings.  Touches
@@ -152,14 +144,9 @@ class JobFiles:
             raise InputError(f"{path} cannot be used ({error}); --restart begins anew") from error
         fixed = [change for change in differing if change.startswith("rolled")]
         if fixed:
-            was, do = (
-                ("with", "give it again")
-                if self._settings["rolled"] is False
-                else (
-                    "without",
-                    "leave it out",
-                )
-            )
+            was, do = ("with", "give it again")
+            if self.layout.rolled:
+                was, do = ("without", "leave it out")
             raise InputError(
                 f"{self.layout.output} was begun {was} --roll-size; {do}, or add --restart to "
                 f"begin anew"
@@ -199,7 +186,7 @@ class JobFiles:
         lines, index = lines[index >= 0], index[index >= 0]
         self._refuse_moved_lines(lines, index)
         if wishes.retry_errors:
-            wanted = lines["outcome"] != _RETRYABLE
+            wanted = lines["outcome"] != Outcome.RETRYABLE
             rewrite = rewrite or not wanted.all()
             self.num_retried = int(np.count_nonzero(~wanted))
             lines, index = lines[wanted], index[wanted]
@@ -254,7 +241,7 @@ def _first_of_each(*, drop_retryable: bool) -> Callable[[np.ndarray], np.ndarray
     def keep(lines: np.ndarray) -> np.ndarray:
         mask = np.ones(len(lines), bool)
         if drop_retryable:
-            mask = lines["outcome"] != _RETRYABLE
+            mask = lines["outcome"] != Outcome.RETRYABLE
         for at in np.flatnonzero(mask):
             key = lines["identity"][at].tobytes()
             mask[at] = key not in seen

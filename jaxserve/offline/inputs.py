@@ -8,6 +8,7 @@ contents.  That is what a journal remembers of a finished line.
 import glob
 import hashlib
 import io
+import os
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from hashlib import blake2b
@@ -54,8 +55,17 @@ class Input:
     def lines(self, skip: np.ndarray | None = None) -> Iterator[Line]:
         """Every line that is not blank; without those whose index `skip` (bool[N]) is true for."""
         skipped = b"" if skip is None else skip.tobytes()
-        for place, data in self._places(skipped):
-            yield Line(place, data)
+        index = base = last = 0
+        several = len(self.files) > 1
+        for file in self.files:
+            with open_input(file) as stream:
+                for line, data in raw_lines(stream):
+                    if index >= len(skipped) or not skipped[index]:
+                        name, inner = (file.name, line) if several else ("", 0)
+                        yield Line(Place(base + line, index, name, inner), data)
+                    index += 1
+                    last = line
+            base, last = base + last, 0
 
     def scan(self) -> Scan:
         """Raises InputError when two lines have one custom_id, naming both, or when a file cannot
@@ -76,19 +86,6 @@ class Input:
         identities = self._tell_apart(identities, unnamed)
         return Scan(identities, numbers, unnamed, digests.hexdigest())
 
-    def _places(self, skipped: bytes) -> Iterator[tuple[Place, bytes | None]]:
-        index = base = last = 0
-        several = len(self.files) > 1
-        for file in self.files:
-            with open_input(file) as stream:
-                for line, data in raw_lines(stream):
-                    if index >= len(skipped) or not skipped[index]:
-                        name, inner = (file.name, line) if several else ("", 0)
-                        yield Place(base + line, index, name, inner), data
-                    index += 1
-                    last = line
-            base, last = base + last, 0
-
     def _refuse_made_up_twice(self, looker: "_Look", numbers: np.ndarray) -> None:
         """`line-3` as a custom_id, and line 3 without one."""
         made_up = {int(numbers[index]): index for index in looker.unnamed} if looker.like else {}
@@ -99,10 +96,10 @@ class Input:
 
     def _made_up(self, index: int) -> str | None:
         """The name that a line without a custom_id runs under; None when it cannot run."""
-        for place, data in self._places(b""):
-            if place.index == index:
+        for line in self.lines():
+            if line.place.index == index:
                 try:
-                    return tasks.custom_id(parse_object(Line(place, data)), place.number)
+                    return tasks.custom_id(parse_object(line), line.number)
                 except LineError:
                     return None
         return None
@@ -133,14 +130,13 @@ class Input:
 
     def _strict_ids(self, indices: set[int]) -> dict[int, str | None]:
         return {
-            place.index: _strict_id(Line(place, data))
-            for place, data in self._places(b"")
-            if place.index in indices
+            line.place.index: _strict_id(line)
+            for line in self.lines()
+            if line.place.index in indices
         }
 
     def _refuse(self, first: int, second: int, name: str) -> None:
-        where = {place.index: place for place, _ in self._places(b"") if place.index <= second}
-        a, b = where[first], where[second]
+        a, b = (line.place for line in self.lines() if line.place.index in (first, second))
         if a.file:
             raise InputError(f"{a} and {b} have the same custom_id {shorten(name)}")
         raise InputError(
@@ -164,8 +160,6 @@ def expand(argument: str, leave_out: Callable[[str], bool] = lambda name: False)
 
     Raises InputError when a pattern fits nothing.
     """
-    import os
-
     if os.path.lexists(argument) or not glob.has_magic(argument):
         return [argument]
     found = sorted(

@@ -129,14 +129,13 @@ class Totals:
 class Job:
     """One run from a source to a sink."""
 
-    def __init__(self, assembly: "Assembly", options: JobOptions, totals: Totals) -> None:
-        """`totals` is kept up to date while the job runs, so it holds after an interruption too."""
+    def __init__(self, assembly: "Assembly", options: JobOptions) -> None:
+        self.totals = Totals()  # kept up to date, so they hold after an interruption too
         self._engine = assembly.engine
         self._driver = Driver(assembly.engine, assembly.tokenizer)
         self._tokenizer = assembly.tokenizer
         self._config = assembly.config
         self._options = options
-        self._totals = totals
         scheduler = assembly.config.scheduler
         self._window = min(WINDOW_SEATS * scheduler.max_seqs, scheduler.max_waiting)
         self._queued = min(QUEUED_SEATS * scheduler.max_seqs, scheduler.max_waiting)
@@ -169,8 +168,8 @@ class Job:
         """How far it is."""
         kv = self._engine.kv
         return Snapshot(
-            done=self._totals.done,
-            failed=self._totals.failed,
+            done=self.totals.done,
+            failed=self.totals.failed,
             tokens=self._tokens_seen,
             running=self._engine.num_running,
             waiting=self._engine.num_waiting,
@@ -255,7 +254,7 @@ class Job:
     def _finish(self, generation: Generation, sink: Sink) -> None:
         line = self._lines.pop(generation)
         completion = generation.completion()
-        usage, totals = completion.usage, self._totals
+        usage, totals = completion.usage, self.totals
         totals.prompt_tokens += usage.prompt_tokens
         totals.cached_tokens += usage.cached_tokens
         totals.output_tokens += usage.completion_tokens
@@ -281,9 +280,9 @@ class Job:
         result = results.failure(line.place, line.custom_id, line.error, status)
         outcome = Outcome.FAILED if status < 500 else Outcome.RETRYABLE
         sink.write(line.place, outcome, msgspec.json.encode(result))
-        self._totals.failed += 1
+        self.totals.failed += 1
         limit = self._options.max_errors
-        if limit is not None and self._totals.failed > limit:
+        if limit is not None and self.totals.failed > limit:
             raise JobFailed(f"more than {limit} lines failed, the last: {line.place}: {line.error}")
 
     def _give_up(self) -> None:

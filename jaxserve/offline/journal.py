@@ -97,16 +97,8 @@ def parse(data: bytes) -> Parsed:
 def lines_of(data: bytes, blocks: Sequence[Block]) -> np.ndarray:
     """Records of all lines of these blocks, as an array of LINES."""
     rows = np.frombuffer(data, LINES, len(data) // RECORD)
-    if not blocks:
-        return rows[:0]
-    keep = np.zeros(len(rows), bool)
-    steps = np.zeros(len(rows) + 1, np.int32)
-    first = np.array([block.first for block in blocks])
-    steps[first] += 1
-    np.add.at(steps, first + np.array([block.lines for block in blocks]), -1)
-    np.cumsum(steps[:-1], out=steps[:-1])
-    keep[:] = steps[:-1] > 0
-    return rows[keep]
+    parts = [rows[block.first : block.first + block.lines] for block in blocks]
+    return np.concatenate(parts) if parts else rows[:0]
 
 
 def good_blocks(blocks: Sequence[Block], chunks: Iterator[bytes]) -> list[bool]:

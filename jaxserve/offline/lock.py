@@ -18,6 +18,12 @@ LEASE_SECONDS = 60.0  # without a renewal a lease is nobody's
 
 
 class Lock(Protocol):
+    """Held from its making on."""
+
+    def sign(self) -> None:
+        """Called once, when the job may write."""
+        ...
+
     def renew(self) -> None:
         """Called now and then while the job runs."""
         ...
@@ -107,6 +113,11 @@ class Lease:
             return json.loads(read_all(self._storage, self._path))
         except ValueError:
             return None
+
+
+def take(storage: Storage, folder: str) -> Lock:
+    """The lock of a journal's folder.  Raises InputError when another process has it."""
+    return LocalLock(folder) if storage.appends else Lease(storage, folder)
 
 
 def _me() -> dict[str, Any]:

@@ -1,21 +1,15 @@
 """The lines of a job in the order that is best for the engine."""
 
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from jaxserve.config import EngineConfig
 from jaxserve.offline.order import Window, rank
 from jaxserve.offline.parse import Failed, Ready
 
+if TYPE_CHECKING:
+    from jaxserve.offline.job import Source
+
 MAX_READ = 64  # lines that are let in at a time: the engine does not wait for the reader
-
-
-class Lines(Protocol):
-    """Lines as they stand in the input (`job.Source`)."""
-
-    @property
-    def ended(self) -> bool: ...
-
-    def take(self, *, wait: bool) -> Ready | Failed | None: ...
 
 
 class LookAhead:
@@ -25,7 +19,7 @@ class LookAhead:
     Never waits for a line while it has one.
     """
 
-    def __init__(self, lines: Lines, config: EngineConfig, *, in_order: bool = False) -> None:
+    def __init__(self, lines: "Source", config: EngineConfig, *, in_order: bool = False) -> None:
         """`config` is resolved."""
         self._lines = lines
         self._max_len = config.model.max_len

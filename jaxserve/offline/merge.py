@@ -22,7 +22,7 @@ from jaxserve.offline.errors import InputError
 from jaxserve.offline.inputs import InputFile, open_input
 from jaxserve.offline.jsonl import Line, LineError, parse_object
 from jaxserve.offline.results import ID_PREFIX
-from jaxserve.offline.storage import LocalStorage
+from jaxserve.offline.storage import LocalStorage, Os, sync_folder
 
 type Ints = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -92,7 +92,7 @@ def merge(lines: Iterable[Line], outputs: Sequence[InputFile], target: Path) -> 
             os.fsync(out.fileno())
         if report.is_complete:
             os.replace(draft, target)
-            _sync_folder(target.parent)
+            sync_folder(Os(), str(target.parent))
     return report
 
 
@@ -207,11 +207,3 @@ def _custom_id(line: Line) -> str | None:
 def _belongs(data: bytes, line: Named) -> bool:
     head = _head(data)
     return head is not None and head.custom_id == line.custom_id
-
-
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

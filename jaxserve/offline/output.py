@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from jaxserve.offline.job import Outcome
     from jaxserve.offline.jsonl import Place
 
-SYNC_SECONDS = 5.0
 MOST_UNSYNCED = 16 << 20  # bytes; a sync comes earlier when so much waits for it
 _CHUNK = 4 << 20
 _COMMIT, _SIDE = "rewrite-commit", ".rewritten"
@@ -60,7 +59,7 @@ class Layout:
 class Syncing:
     """When results become durable, and when a part is full."""
 
-    seconds: float = SYNC_SECONDS
+    seconds: float
     roll_bytes: int | None = None
     clock: Callable[[], float] = time.monotonic
 

@@ -91,6 +91,9 @@ def spool(files: JobFiles, stream: BinaryIO, *, anew: bool) -> Input:
             file.write(data)
             data = stream.read(1 << 20)
         file.sync()
+    except BaseException:
+        storage.remove(side)  # the disk may be full of it
+        raise
     finally:
         file.close()
     if storage.size(path) is None:

@@ -35,6 +35,14 @@ def make_progress(total: int, stream: TextIO) -> Progress:
     return Lines(total, stream)
 
 
+class Silent:
+    """Shows nothing."""
+
+    def update(self, now: Snapshot) -> None: ...
+
+    def close(self) -> None: ...
+
+
 class Several:
     """Shows the same in several places."""
 

@@ -25,10 +25,10 @@ import numpy as np
 
 from jaxserve import settings
 from jaxserve.config import EngineConfig
-from jaxserve.offline.job import Job, JobOptions, Outcome, Totals
+from jaxserve.offline.job import Job, JobOptions, Outcome
 from jaxserve.offline.jsonl import Line, Place
 from jaxserve.offline.parse import Encoder, Failed, Parser, Ready
-from jaxserve.offline.progress import Snapshot
+from jaxserve.offline.progress import Silent
 from jaxserve.request import SamplingParams
 
 
@@ -76,8 +76,7 @@ class Generate:
         rows = _Rows(
             [self._parse(_line(prompt, first + row)) for row, prompt in enumerate(prompts)]
         )
-        job = Job(self._assembly, JobOptions(), Totals())
-        job.run(rows, rows, _Silent())
+        Job(self._assembly, JobOptions()).run(rows, rows, Silent())
         return batch | rows.columns(first)
 
 
@@ -105,12 +104,6 @@ class _Rows:
         kinds = {"text": object, "finish_reason": object, "output_tokens": np.int64}
         columns = {name: np.array([row[name] for row in rows], kinds[name]) for name in kinds}
         return columns | {"error": np.array([row["error"] for row in rows], object)}
-
-
-class _Silent:
-    def update(self, now: Snapshot) -> None: ...
-
-    def close(self) -> None: ...
 
 
 def _flat(result: dict[str, Any]) -> dict[str, Any]:

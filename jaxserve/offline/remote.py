@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any, BinaryIO
 
 from jaxserve.offline.codecs import MissingPackage
-from jaxserve.offline.storage import RETRY_PAUSES, Appender
+from jaxserve.offline.storage import Appender, retry
 
 SCHEMES = ("gs", "gcs", "s3", "az", "abfs", "memory")
 _FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
@@ -93,17 +93,13 @@ class ObjectStorage:
         """There are none."""
 
     def _call[T](self, call: Callable[[], T]) -> T:
-        for pause in (*RETRY_PAUSES, None):
-            try:
-                return call()
-            except _FINAL:
-                raise
-            except Exception as error:  # client libraries have kinds of their own
-                if pause is None:
-                    message = " ".join(str(error).split())
-                    raise OSError(f"the storage failed: {message}") from error
-            self._sleep(pause)
-        raise AssertionError("the last try returns or raises")
+        try:
+            return retry(call, self._sleep, passes=lambda error: not isinstance(error, _FINAL))
+        except _FINAL:
+            raise
+        except Exception as error:  # client libraries have kinds of their own
+            message = " ".join(str(error).split())
+            raise OSError(f"the storage failed: {message}") from error
 
 
 class _ObjectAppender:

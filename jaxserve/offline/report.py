@@ -1,4 +1,4 @@
-"""What a job cost and how well it used its engines."""
+"""What work on engines cost, and how well it used them."""
 
 import dataclasses
 from typing import Any, Self
@@ -60,9 +60,9 @@ class EngineUse:
         return {
             "engines": self.engines,
             "steps": self.steps,
-            "idle_share": max(0.0, 1 - _share(self.device_s, available)) if self.steps else 0.0,
-            "time_waste": _share(self.padding_s, self.device_s),
-            "token_waste": _share(self.padded_tokens, self.tokens + self.padded_tokens),
+            "idle_share": max(0.0, 1 - share(self.device_s, available)) if self.steps else 0.0,
+            "time_waste": share(self.padding_s, self.device_s),
+            "token_waste": share(self.padded_tokens, self.tokens + self.padded_tokens),
             "hit_tokens": self.hit_tokens,
             "recomputed_tokens": self.recomputed_tokens,
             "preemptions": self.preemptions,
@@ -79,5 +79,5 @@ def cost(seconds: float, price_per_hour: float, output_tokens: int) -> dict[str,
     }
 
 
-def _share(part: float, whole: float) -> float:
+def share(part: float, whole: float) -> float:
     return part / whole if whole else 0.0

@@ -20,6 +20,7 @@ _PASSING = {
     *(errno.ECONNRESET, errno.ECONNABORTED, errno.EPIPE, errno.ENETDOWN, errno.ENETUNREACH),
     *(errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENOLINK, errno.EREMOTEIO, errno.EPROTO),
 }
+_FULL = {errno.ENOSPC, errno.EDQUOT}
 
 
 class Appender(Protocol):
@@ -105,21 +106,32 @@ class Os:
             return None
 
 
-def retry[T](call: Callable[[], T], sleep: Callable[[float], None], again: object = None) -> T:
-    """What `call` returns; after a passing failure it is called again, a bounded number of times.
+def _passes(error: Exception) -> bool:
+    return isinstance(error, OSError) and error.errno in _PASSING
 
-    `again`, when callable, runs before each further try.
-    """
+
+def retry[T](
+    call: Callable[[], T],
+    sleep: Callable[[float], None],
+    again: Callable[[], None] = lambda: None,
+    passes: Callable[[Exception], bool] = _passes,
+) -> T:
+    """What `call` returns; after a failure that `passes` it is called again, a bounded number of
+    times, with `again` before each."""
     for pause in RETRY_PAUSES:
         try:
             return call()
-        except OSError as error:
-            if error.errno not in _PASSING:
+        except Exception as error:
+            if not passes(error):
                 raise
         sleep(pause)
-        if callable(again):
-            again()
+        again()
     return call()
+
+
+def may_work_later(error: OSError) -> bool:
+    """The disk is full or away; nothing is wrong with the call itself."""
+    return error.errno in _PASSING | _FULL
 
 
 class LocalStorage:

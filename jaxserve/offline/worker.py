@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from jaxserve.offline.job import Job, JobOptions, Outcome, Totals
 from jaxserve.offline.jsonl import Line, Place
 from jaxserve.offline.parse import Failed, Ready
-from jaxserve.offline.progress import Snapshot
+from jaxserve.offline.progress import Silent, Snapshot
 from jaxserve.offline.reader import Reader
 from jaxserve.offline.report import EngineUse
 
@@ -51,10 +51,9 @@ class EngineWorker:
         parse: Callable[[Line], Ready | Failed],
         options: JobOptions,
     ) -> None:
-        self._totals = Totals()
-        self._job = Job(assembly, options, self._totals)
+        self._job = Job(assembly, options)
         self._inbox: queue.SimpleQueue[Line | None] = queue.SimpleQueue()
-        self._outbox = _Outbox(self._job, self._totals)
+        self._outbox = _Outbox(self._job)
         self._source = Reader(self._arrivals(), parse)
         self._stop = _Stop()
         self._thread = threading.Thread(target=self._run, name="jaxserve-worker", daemon=True)
@@ -75,7 +74,7 @@ class EngineWorker:
 
     def _run(self) -> None:
         try:
-            self._job.run(self._source, self._outbox, _Silent(), self._stop)
+            self._job.run(self._source, self._outbox, Silent(), self._stop)
         except BaseException as error:  # belongs to whoever exchanges
             self._outbox.fail(f"{type(error).__name__}: {error}")
 
@@ -87,9 +86,8 @@ class EngineWorker:
 class _Outbox:
     """A sink.  Figures are taken at each flush, when they agree with the results."""
 
-    def __init__(self, job: Job, totals: Totals) -> None:
+    def __init__(self, job: Job) -> None:
         self._job = job
-        self._totals = totals
         self._changed = threading.Condition()
         self._written: list[Result] = []  # of this step; the job's thread alone
         self._ready: list[Result] = []
@@ -120,17 +118,9 @@ class _Outbox:
             )
 
     def _measure(self) -> None:
-        self._copy = copy.deepcopy(self._totals)
+        self._copy = copy.deepcopy(self._job.totals)
         self._use = self._job.use
         self._snapshot = self._job.snapshot()
-
-
-class _Silent:
-    """A Progress that nobody sees."""
-
-    def update(self, now: Snapshot) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class _Stop:

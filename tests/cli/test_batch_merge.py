@@ -91,6 +91,29 @@ def test_shards_give_what_one_job_gives(shards: Shards, run, files: Files):
     assert "12" in merged.err and "lines failed" in merged.err
 
 
+def test_several_inputs_in_the_order_of_the_job(jaxserve, tmp_path: Path):
+    inputs = [tmp_path / name for name in ("m.jsonl", "z.jsonl", "a.jsonl")]
+    for place, path in enumerate(inputs):
+        rows = [{"custom_id": f"{place}-{i}", "prompt": "x", "max_tokens": 2} for i in range(4)]
+        path.write_text("\n" + "".join(json.dumps(row) + "\n" for row in rows))
+    outputs = [tmp_path / f"part-{i}.jsonl" for i in range(2)]
+    for i, output in enumerate(outputs):
+        assert jaxserve("batch", *inputs, "--output", output, "--shard", f"{i}/2").code == 0
+    merged = tmp_path / "all.jsonl"
+
+    def merge(first: Path, *more: Path) -> Any:
+        options = [word for path in more for word in ("--more-input", path)]
+        return jaxserve("batch", "merge", first, *outputs, *options, "--output", merged)
+
+    for wrong in (inputs[:1], inputs[:2]):
+        ran = merge(*wrong)
+        assert ran.code == 2 and "results belong to no line of this input" in ran.err
+    assert merge(*inputs).code == 0
+    results = [json.loads(line) for line in merged.read_bytes().splitlines()]
+    numbers = [place * 5 + i + 2 for place in range(3) for i in range(4)]  # a blank line counts
+    assert [result["id"] for result in results] == [f"batch_req_{n}" for n in numbers]
+
+
 @pytest.mark.parametrize("suffix", [".gz", ".zst"])
 def test_compressed_shards_are_merged_to_the_same(suffix: str, shards: Shards, files: Files):
     shards.run()

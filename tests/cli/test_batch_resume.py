@@ -1,5 +1,6 @@
 """`jaxserve batch` run again: after an interruption, after changes, beside another process."""
 
+import errno
 import gzip
 import io
 import json
@@ -13,6 +14,7 @@ import pytest
 from jaxserve.offline.codecs import codec_of
 from jaxserve.offline.lock import LocalLock
 from jaxserve.offline.output import Output
+from jaxserve.offline.storage import Os
 from tests.cli import fakes
 from tests.cli.files import GOOD, Files, strict
 
@@ -384,6 +386,53 @@ def test_standard_input_is_kept_so_that_the_job_can_go_on(jaxserve, tmp_path, mo
     monkeypatch.setattr(sys, "stdin", Stdin(data.splitlines(keepends=True)[0]))
     assert jaxserve(*command, "--restart").code == 0
     assert len(output.read_bytes().splitlines()) == 1
+
+
+@pytest.mark.parametrize("begun", [False, True])
+@pytest.mark.parametrize(
+    ("number", "code", "words"),
+    [
+        (errno.ENOSPC, 75, "No space left on device; what is done is kept, run it again"),
+        (errno.EDQUOT, 75, "run it again to go on"),
+        (errno.EACCES, 2, "Permission denied"),
+    ],
+)
+def test_standard_input_that_cannot_be_kept(  # noqa: PLR0913
+    number: int, code: int, words: str, begun: bool, jaxserve, tmp_path, monkeypatch
+):
+    """Full: the same command later.  Nothing of it is left on the disk."""
+    data = b"".join(json.dumps(row).encode() + b"\n" for row in SEEDED)
+    command = ("batch", "-", "--output", tmp_path / "out.jsonl")
+    if begun:
+        interrupt_after(monkeypatch, 10)
+        monkeypatch.setattr(sys, "stdin", Stdin(data))
+        assert jaxserve(*command).code == 75
+    before = snapshot(tmp_path)
+    with monkeypatch.context() as full:
+        full.setattr(sys, "stdin", Stdin(data))
+        full.setattr(Os, "pwrite", staticmethod(refuses(number)))
+        ran = jaxserve(*command)
+    assert ran.code == code and words in ran.err and ran.err.count("\n") == 1
+    assert snapshot(tmp_path) == before
+    monkeypatch.setattr(sys, "stdin", Stdin(data))
+    assert jaxserve(*command).code == 0
+
+
+def refuses(number: int) -> Any:
+    def call(*arguments: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    return call
+
+
+def test_a_full_disk_where_nothing_is_left_to_run(run, files: Files, monkeypatch):
+    files.write(GOOD)
+    assert run().code == 0
+    with monkeypatch.context() as full:
+        full.setattr(Os, "pwrite", staticmethod(refuses(errno.ENOSPC)))
+        ran = run("--temperature", 0, "--accept-changes")
+    assert ran.code == 75 and "run it again to go on" in ran.err
+    assert run("--temperature", 0, "--accept-changes").code == 0
 
 
 def test_parts_of_a_size(run, files: Files, monkeypatch, undisturbed):

@@ -62,7 +62,7 @@ def run(
     roll_bytes: int | None = None,
 ) -> None:
     """Two lines are in flight and finish in the other order; every third flush is a sync."""
-    files = JobFiles(storage, layout, NoLock)  # type: ignore[arg-type]
+    files = JobFiles(storage, layout, NoLock)
     source = Input([given])
     files.prepare(source, {"model": "tiny"}, wishes)
     now = 0.0
