@@ -82,7 +82,9 @@ class DeviceStep:
             raise ValueError(
                 "runner.layers=calls is for one device without a mesh; leave it at auto"
             )
-        return asked == "calls" or asked == "auto" and alone and self.sharding.device.platform == "cpu"
+        if asked == "auto":
+            return alone and self.sharding.device.platform == "cpu"
+        return asked == "calls"
 
     def arrange(self, weights: Any) -> Any:
         """Weights as the backbone takes them; those given are used up."""
