@@ -101,6 +101,7 @@ class Driver:
         sampling: SamplingParams,
         *,
         priority: int = 0,
+        salt: str = "",
         text: bool = True,
     ) -> Generation:
         """Queues one prompt (token ids) with its n samples.
@@ -108,7 +109,7 @@ class Driver:
         Raises ValueError when it can never run and QueueFull when the queue has no place; then
         nothing is queued. `text=False` skips detokenising, and with it stop strings.
         """
-        requests = self._engine.add(prompt, sampling, priority=priority)
+        requests = self._engine.add(prompt, sampling, priority=priority, salt=salt)
         samples = [
             _Progress(request, self._stream(request) if text else None) for request in requests
         ]
