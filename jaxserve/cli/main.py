@@ -17,9 +17,10 @@ from jaxserve.cli import (
     generate,
     model,
     preflight,
+    serve,
 )
 
-_COMMANDS = (generate, batch, batch_status, batch_merge, bench, preflight, model, config)
+_COMMANDS = (generate, serve, batch, batch_status, batch_merge, bench, preflight, model, config)
 _TWO_WORDS = ("status", "merge")  # after `batch`; an input of that name is written ./status
 
 
