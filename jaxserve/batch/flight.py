@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any
 
 from jaxserve.batch.step import Batch
+from jaxserve.costs import StepShape
 from jaxserve.scheduler.plan import Chunk, Plan
 
 
@@ -15,6 +16,8 @@ class Flight:
     batch: Batch
     handle: Any
     targets: list[tuple[Chunk, list[int]]]  # prompt tokens it scores
+    shape: StepShape
+    predicted_s: float | None  # None until costs are measured
     schedule_s: float
     build_s: float
     dispatch_s: float
