@@ -20,11 +20,8 @@ from jaxserve.scheduler.plan import Bools, Chunk, Decodes, Draft, Ints, Plan, Un
 from jaxserve.scheduler.waiting import WaitingQueue
 
 MAX_BACKOFF = 32  # steps without admission after a preemption, at most
-<<<<<<< HEAD
 NOT_FINITE = "the model's logits were not finite"  # why a request failed alone
-=======
 REFRESH_COSTS = 256  # steps between two looks at the corrected costs
->>>>>>> main
 
 # Builds a NamedTuple without its slow Python constructor.
 _new = cast(Callable[[type[Any], tuple[Any, ...]], Any], cast(Any, tuple).__new__)
