@@ -183,6 +183,7 @@ class ServerConfig:
     max_queue_tokens: int = 4_000_000  # their prompts together
     max_connections: int = 4096
     max_body_bytes: int = 16 << 20
+    max_upload_bytes: int = 512 << 20  # of one file for batches
     max_header_bytes: int = 32 << 10  # request line and headers, at most 100 of them
     idle_s: float = 30.0  # a connection that says nothing, a body that does not go on
     send_s: float = 30.0  # a reader that takes nothing is dropped
@@ -198,6 +199,7 @@ class ServerConfig:
             "max_queue_tokens",
             "max_connections",
             "max_body_bytes",
+            "max_upload_bytes",
             "max_header_bytes",
             "stream_buffer_bytes",
             "text_processes",

@@ -31,7 +31,7 @@ ALLOWED = {
     | {
         *("jaxserve.completion", "jaxserve.driver", "jaxserve.engine", "jaxserve.metrics"),
         *("jaxserve.openai_api", "jaxserve.scheduler", "jaxserve.settings", "jaxserve.text"),
-        "jaxserve.build",
+        *("jaxserve.build", "jaxserve.offline"),
     },
     "jaxserve.fair_lock": set(),
     "jaxserve.interrupts": set(),

@@ -10,6 +10,7 @@ from jaxserve.cli.cold_start import ColdStart
 
 if TYPE_CHECKING:
     from jaxserve.config import EngineConfig
+    from jaxserve.server.files_batches import FilesAndBatches
     from jaxserve.server.keys import Keys
     from jaxserve.server.service import Service
 
@@ -51,6 +52,12 @@ def register(subparsers: Any) -> None:
         action="store_true",
         help="start the engine again when it dies; otherwise /health says that it is dead",
     )
+    parser.add_argument(
+        "--files",
+        type=Path,
+        metavar="FOLDER",
+        help="offer /v1/files and /v1/batches, kept in FOLDER; batches go on after a restart",
+    )
     common.add_engine_options(parser)
     parser.set_defaults(func=run)
 
@@ -68,6 +75,7 @@ def run(args: argparse.Namespace) -> int:
     common.start_logging(args.verbose)
     keys = _keys(args.api_key_file)
     service = _service(args, config, keys)
+    files = _files(args.files, service)
     try:
         listener = serve.listen(args.host, args.port)
     except OSError as error:
@@ -81,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
             f"--api-key-file asks for keys"
         )
     try:
-        serve.run(service, listener, common.note)
+        serve.run(service, listener, files, common.note)
     except (EngineFailed, OSError, TimeoutError) as error:
         raise common.UsageError(common.one_line(error)) from error
     common.note("stopped")
@@ -101,6 +109,18 @@ def _keys(path: Path | None) -> "Keys | None":
         return keys.read(path)
     except (OSError, ValueError) as error:
         raise common.UsageError(f"--api-key-file: {common.one_line(error)}") from error
+
+
+def _files(folder: Path | None, service: "Service") -> "FilesAndBatches | None":
+    from jaxserve.offline.errors import InputError
+    from jaxserve.server.files_batches import FilesAndBatches
+
+    if folder is None:
+        return None
+    try:
+        return FilesAndBatches(service, folder)
+    except (InputError, OSError, ValueError) as error:
+        raise common.UsageError(f"--files {folder}: {common.one_line(error)}") from error
 
 
 def _service(args: argparse.Namespace, config: "EngineConfig", keys: "Keys | None") -> "Service":

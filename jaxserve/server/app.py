@@ -16,6 +16,7 @@ from jaxserve.server.body import read_body
 from jaxserve.server.completions import Completions
 from jaxserve.server.engine_client import State
 from jaxserve.server.errors import ApiError
+from jaxserve.server.files_batches import FilesAndBatches
 from jaxserve.server.protocol import Answered
 from jaxserve.server.service import Service
 
@@ -24,7 +25,7 @@ _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 _log = logging.getLogger(__name__)
 
 
-def make_app(service: Service) -> ASGIApp:
+def make_app(service: Service, files: FilesAndBatches | None = None) -> ASGIApp:
     """Everything behind a port."""
     small = _Small(service)
     routes = [
@@ -37,6 +38,8 @@ def make_app(service: Service) -> ASGIApp:
         Route("/tokenize", small.tokenize, methods=["POST"]),
         Route("/detokenize", small.detokenize, methods=["POST"]),
     ]
+    if files is not None:
+        routes += files.routes()
     return _Edge(Router(routes, redirect_slashes=False), service)
 
 

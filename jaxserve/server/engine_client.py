@@ -15,10 +15,11 @@ from jaxserve.metrics import StepRecord
 from jaxserve.request import SamplingParams
 from jaxserve.scheduler.admission import ModelLimits
 from jaxserve.server import protocol
+from jaxserve.server.batch_engine import BatchEngine
 from jaxserve.server.children import Child
 from jaxserve.server.exchange import Exchange
 from jaxserve.server.protocol import FromEngine, Gauges, Ready, Stepped, ToEngine
-from jaxserve.server.remote_engine import RemoteEngine
+from jaxserve.server.remote_engine import Numbers, RemoteEngine
 from jaxserve.text.tokenizer import Tokenizer
 
 COMMAND = (sys.executable, "-m", "jaxserve.server.engine_process")
@@ -79,6 +80,8 @@ class EngineClient:
         self._remote: RemoteEngine | None = None
         self._driver: Driver | None = None
         self._exchanges: dict[Generation, Exchange] = {}
+        self._numbers = Numbers()
+        self._batches: list[BatchEngine] = []
         self._ready = False
         self._dead = False
         self._stall_s = config.server.stall_s
@@ -128,7 +131,10 @@ class EngineClient:
             if self._ready:
                 pause = RESTART_SECONDS
             self._ready = False
-            self._lost(f"the engine process ended ({self._failure or ended})")
+            error = f"the engine process ended ({self._failure or ended})"
+            self._lost(error)
+            for engine in self._batches:
+                engine.fail_all(error)
             self._failure = None
             if not self._restart:
                 self._dead = True
@@ -180,6 +186,31 @@ class EngineClient:
                 self._send(protocol.Finish([number], "abort"))
             self._lost(error, log=False)
 
+    def open_batch_engine(self) -> BatchEngine:
+        """A second way in, for a thread.  Only in a state that is ready; `close_batch_engine` ends
+        it."""
+        assert self._remote is not None
+        loop = asyncio.get_running_loop()
+        engine = BatchEngine(
+            self.config,
+            self._remote.limits,
+            lambda message: loop.call_soon_threadsafe(self._send, message),
+            self._numbers,
+        )
+        self._batches.append(engine)
+        return engine
+
+    def close_batch_engine(self, engine: BatchEngine) -> None:
+        """The thread has aborted what it had in flight."""
+        self._batches.remove(engine)
+
+    def _deliver(self, message: Stepped | protocol.Refused) -> None:
+        """Everybody takes what is theirs."""
+        assert self._remote is not None
+        self._remote.take(message)
+        for engine in self._batches:
+            engine.take(message)
+
     async def _run_once(self) -> str:
         """One engine from start to end: how it ended."""
         self._started = time.monotonic()
@@ -201,15 +232,13 @@ class EngineClient:
 
     def _take(self, message: FromEngine) -> None:
         if isinstance(message, Stepped):
-            assert self._remote is not None
             self.gauges = message.gauges
             self.num_steps += 1
             for record in message.records:
                 self._hooks.on_step(record)
-            self._remote.take(message)
+            self._deliver(message)
         elif isinstance(message, protocol.Refused):
-            assert self._remote is not None
-            self._remote.take(message)
+            self._deliver(message)
         elif isinstance(message, protocol.Beat):
             self.gauges = message.gauges
         elif isinstance(message, Ready):
@@ -225,7 +254,7 @@ class EngineClient:
         resolved = settings.loads(message.config)
         limits = ModelLimits(message.vocab_size, frozenset(message.eos_ids))
         if self._remote is None:
-            self._remote = RemoteEngine(resolved, limits, self._send)
+            self._remote = RemoteEngine(resolved, limits, self._send, self._numbers)
             self._driver = Driver(self._remote, self._tokenizer)
         self.config = self._remote.config = resolved
         self.startup = message.startup

@@ -1,5 +1,6 @@
 """What a Driver needs of an engine, while the engine is another process."""
 
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -11,6 +12,21 @@ from jaxserve.server import protocol
 from jaxserve.server.protocol import Add, Finish, Refused, Stepped, ToEngine
 
 
+class Numbers:
+    """Numbers of requests: none is given twice, from whatever thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._next = 0
+
+    def take(self, count: int) -> int:
+        """The first of `count` numbers."""
+        with self._lock:
+            first = self._next
+            self._next += count
+            return first
+
+
 class RemoteEngine:
     """Refuses what the engine would refuse, before anything is sent.
 
@@ -19,12 +35,16 @@ class RemoteEngine:
     """
 
     def __init__(
-        self, config: EngineConfig, limits: ModelLimits, send: Callable[[ToEngine], None]
+        self,
+        config: EngineConfig,
+        limits: ModelLimits,
+        send: Callable[[ToEngine], None],
+        numbers: Numbers,
     ) -> None:
         self.config = config
         self.limits = limits
         self.send = send
-        self._number = 0
+        self._numbers = numbers
         self._requests: dict[int, Request] = {}
         self._queued: set[Request] = set()  # no output yet
         self._outputs: deque[Output] = deque()
@@ -33,6 +53,11 @@ class RemoteEngine:
     @property
     def has_work(self) -> bool:
         return bool(self._requests or self._outputs)
+
+    @property
+    def has_outputs(self) -> bool:
+        """`step` would bring something."""
+        return bool(self._outputs)
 
     @property
     def num_requests(self) -> int:
@@ -72,8 +97,7 @@ class RemoteEngine:
         tokens = admission.check(self.config, self.limits, prompt, sampling)
         admission.check_labels(priority, salt)
         self.check_queue(sampling.n, sampling.n * len(tokens))
-        first = self._number
-        self._number += sampling.n
+        first = self._numbers.take(sampling.n)
         requests = [
             admission.new_request(
                 self.config, self.limits, tokens, sampling, number=first + sample, sample=sample

@@ -9,10 +9,10 @@ from types import FrameType
 
 import uvicorn
 
-from jaxserve.config import ServerConfig
 from jaxserve.server import connections
 from jaxserve.server.app import make_app
 from jaxserve.server.engine_client import EngineFailed
+from jaxserve.server.files_batches import FilesAndBatches
 from jaxserve.server.service import Service
 
 BACKLOG = 2048
@@ -37,11 +37,14 @@ def is_loopback(host: str) -> bool:
 
 
 def run(
-    service: Service, listener: socket.socket, note: Callable[[str], None] = lambda line: None
+    service: Service,
+    listener: socket.socket,
+    files: FilesAndBatches | None = None,
+    note: Callable[[str], None] = lambda line: None,
 ) -> None:
     """Serves until SIGTERM or Ctrl-C, then drains.  Raises EngineFailed when the engine cannot
     start, OSError or TimeoutError when a text process cannot."""
-    server = Server(service, service.engine.config.server)
+    server = Server(service, files)
     with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
         runner.run(server.run_until_stopped(listener, note))
 
@@ -49,9 +52,10 @@ def run(
 class Server(uvicorn.Server):
     """uvicorn, with an end that is clean."""
 
-    def __init__(self, service: Service, limits: ServerConfig) -> None:
+    def __init__(self, service: Service, files: FilesAndBatches | None = None) -> None:
+        limits = service.engine.config.server
         config = uvicorn.Config(
-            make_app(service),
+            make_app(service, files),
             http=connections.protocol_class(limits),
             ws="none",
             lifespan="off",
@@ -63,6 +67,7 @@ class Server(uvicorn.Server):
         )
         super().__init__(config)
         self._service = service
+        self._files = files
         self._grace_s = limits.grace_s
         self._failure: Exception | None = None
 
@@ -72,8 +77,12 @@ class Server(uvicorn.Server):
         engine = asyncio.create_task(self._run_engine(note))
         try:
             await service.text.start()
+            if self._files is not None:
+                self._files.start()
             await self.serve([listener])
         finally:
+            if self._files is not None:
+                await self._files.close()
             engine.cancel()
             await asyncio.gather(engine, return_exceptions=True)
             await service.text.close()

@@ -22,7 +22,7 @@ class TextClient:
     def __init__(
         self, load: Load, *, count: int, limit_s: float, command: Sequence[str] = COMMAND
     ) -> None:
-        self._load = load
+        self.load = load
         self._limit_s = limit_s
         self._command = command
         self._count = count
@@ -75,7 +75,7 @@ class TextClient:
     async def _start_one(self) -> None:
         child = await Child[FromText, ToText].start(self._command, _CODEC)
         self._children.add(child)
-        child.send(self._load)
+        child.send(self.load)
         async with asyncio.timeout(START_SECONDS):
             loaded = await child.receive()
         if not loaded:

@@ -18,6 +18,7 @@ from jaxserve.config import EngineConfig
 from jaxserve.request import MAX_INT
 from jaxserve.server import serve
 from jaxserve.server.engine_client import EngineClient, Hooks, State
+from jaxserve.server.files_batches import FilesAndBatches
 from jaxserve.server.keys import Keys
 from jaxserve.server.protocol import Load
 from jaxserve.server.service import Service
@@ -96,6 +97,7 @@ def running(
     restart: bool = False,
     names: tuple[str, ...] = (MODEL,),
     engine: tuple[str, ...] = ENGINE,
+    files: Path | None = None,
     wait: bool = True,
     **sections: Any,
 ) -> Iterator[Rig]:
@@ -119,7 +121,8 @@ def running(
         keys,
     )
     listener = serve.listen("127.0.0.1", 0)
-    server = serve.Server(service, config.server)
+    batches = None if files is None else FilesAndBatches(service, files)
+    server = serve.Server(service, batches)
     raised: list[BaseException] = []
 
     def run() -> None:
