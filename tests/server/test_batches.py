@@ -66,10 +66,8 @@ def test_a_batch_gives_what_requests_give(keeping: Rig):
     client = keeping.client()
     data = lines(8, max_tokens=9) + b'{"custom_id": "bad", "url": "/v1/completions", "body": {}}\n'
     data += b'{"custom_id": "chat", "url": "/v1/chat/completions", "body": {"messages": []}}\n'
-    data += (
     other = {"custom_id": "other", "url": URL, "body": {"prompt": "a", "model": "x"}}
     data += json.dumps(other).encode() + b"\n"
-    )
     batch = ended(client, begin(client, data))
     assert (batch.status, batch.metadata) == ("completed", {"a": "b"})
     counts = batch.request_counts
