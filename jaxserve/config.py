@@ -205,8 +205,9 @@ class ServerConfig:
             "text_processes",
         ):
             _whole(f"server.{name}", getattr(self, name), 1)
-        for name in ("idle_s", "send_s", "stall_s", "text_s"):
+        for name in ("idle_s", "send_s", "text_s"):
             _number(f"server.{name}", getattr(self, name), 0.01, 1e6)
+        _number("server.stall_s", self.stall_s, 1.0, 1e6)
         _number("server.grace_s", self.grace_s, 0.0, 1e6)
 
 

@@ -4,6 +4,7 @@ take, and who is there at all."""
 import asyncio
 import contextlib
 import socket
+import sys
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -34,6 +35,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._refused = False
+        self._unsent = sys.maxsize  # bytes, when last looked at
         self._in_headers = True
         self._header_bytes = 0
         self._timer: asyncio.TimerHandle | None = None
@@ -79,6 +81,23 @@ class BoundedProtocol(HttpToolsProtocol):
         self._in_headers = True  # of the next request
         if not self._refused:
             super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        self._unsent = sys.maxsize
+        super().on_response_complete()
+
+    def timeout_keep_alive_handler(self) -> None:
+        """A reader that has taken nothing of the last answer meanwhile is cut off."""
+        unsent = self.transport.get_write_buffer_size()
+        if not unsent:
+            super().timeout_keep_alive_handler()
+        elif unsent < self._unsent:
+            self._unsent = unsent
+            self.timeout_keep_alive_task = self.loop.call_later(
+                self.timeout_keep_alive, self.timeout_keep_alive_handler
+            )
+        else:
+            self.transport.abort()
 
     def _refuse(self, status: int, message: str, header: bytes = b"") -> None:
         if self._refused or self.transport.is_closing():

@@ -32,7 +32,7 @@ from jaxserve.server.protocol import (
 if TYPE_CHECKING:
     from jaxserve.build import Assembly
 
-BEAT_SECONDS = 0.5  # an idle loop says so as often
+BEAT_SECONDS = 0.2  # an idle loop says so as often
 
 _log = logging.getLogger(__name__)
 type EnginePipe = Pipe[ToEngine, FromEngine]

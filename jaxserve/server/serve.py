@@ -74,17 +74,20 @@ class Server(uvicorn.Server):
     async def run_until_stopped(self, listener: socket.socket, note: Callable[[str], None]) -> None:
         """See `run`."""
         service = self._service
-        engine = asyncio.create_task(self._run_engine(note))
+        tasks = [
+            asyncio.create_task(self._run_engine(note)),
+            asyncio.create_task(self._start_text()),
+        ]
         try:
-            await service.text.start()
             if self._files is not None:
                 self._files.start()
             await self.serve([listener])
         finally:
             if self._files is not None:
                 await self._files.close()
-            engine.cancel()
-            await asyncio.gather(engine, return_exceptions=True)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
             await service.text.close()
         if self._failure is not None:
             raise self._failure
@@ -101,6 +104,13 @@ class Server(uvicorn.Server):
         """The handler of SIGTERM and SIGINT; the second one does not wait."""
         self.force_exit = self.should_exit
         self.stop()
+
+    async def _start_text(self) -> None:
+        try:
+            await self._service.text.start()
+        except (OSError, TimeoutError) as error:
+            self._failure = error
+            self.stop()
 
     async def _run_engine(self, note: Callable[[str], None]) -> None:
         engine = self._service.engine

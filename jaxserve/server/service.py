@@ -39,7 +39,8 @@ class Service:
 
     @property
     def is_ready(self) -> bool:
-        return not self.draining and self.engine.state in (State.IDLE, State.BUSY)
+        ready = self.engine.state in (State.IDLE, State.BUSY) and self.text.is_ready
+        return ready and not self.draining
 
     def check_door(self) -> None:
         """Raises ApiError (503) when no request can be taken now, whatever it asks for."""

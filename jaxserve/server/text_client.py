@@ -30,7 +30,13 @@ class TextClient:
         self._children: set[Child[FromText, ToText]] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._number = 0
+        self._started = False
         self.num_killed = 0
+
+    @property
+    def is_ready(self) -> bool:
+        """The first process has started."""
+        return self._started
 
     async def start(self) -> None:
         """Raises OSError or TimeoutError when a process does not start."""
@@ -80,6 +86,7 @@ class TextClient:
             loaded = await child.receive()
         if not loaded:
             raise OSError(f"the text process ended while it started ({await child.ended()})")
+        self._started = True
         self._idle.put_nowait(child)
 
     def _replace(self, child: Child[FromText, ToText]) -> None:

@@ -20,7 +20,7 @@ from tests.server.rig import MODEL, Rig, running, wait_for
 
 TEXT = "/v1/completions"
 LONG = {"prompt": "long", "max_tokens": 240, "ignore_eos": True}
-SLOW_STALL = {"server": {"stall_s": 0.5}}
+SLOW_STALL = {"server": {"stall_s": 1.0}}
 
 
 def connect(server: Rig, body: dict[str, Any], *, small: bool = False) -> socket.socket:
