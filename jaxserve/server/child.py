@@ -13,7 +13,7 @@ _READ = 1 << 20
 
 
 class Pipe[In, Out]:
-    """Messages over a socket, without blocking.  One thread."""
+    """Messages over a socket, without blocking.  Any thread may send, one receives."""
 
     def __init__(self, connection: socket.socket, codec: Codec[In, Out]) -> None:
         connection.setblocking(False)
@@ -21,6 +21,7 @@ class Pipe[In, Out]:
         self._codec = codec
         self._framer = Framer()
         self._unsent = bytearray()
+        self._sending = threading.Lock()
 
     def receive(self, wait_s: float | None) -> list[In]:
         """Messages that have arrived; waits for the first one `wait_s` at most, None: for ever.
@@ -46,7 +47,9 @@ class Pipe[In, Out]:
 
         Raises EOFError when the server has gone or reads nothing any more.
         """
-        self._unsent += self._codec.write(message)
+        data = self._codec.write(message)
+        with self._sending:
+            self._unsent += data
         self._flush()
         if len(self._unsent) > MAX_UNSENT:
             raise EOFError(f"the server has not read {len(self._unsent)} bytes")
@@ -60,8 +63,9 @@ class Pipe[In, Out]:
 
     def _flush(self) -> None:
         try:
-            while self._unsent:
-                del self._unsent[: self._socket.send(self._unsent)]
+            with self._sending:
+                while self._unsent:
+                    del self._unsent[: self._socket.send(self._unsent)]
         except BlockingIOError:
             pass
         except ConnectionError as error:
