@@ -18,14 +18,14 @@ from jaxserve.server import protocol
 from jaxserve.server.batch_engine import BatchEngine
 from jaxserve.server.children import Child
 from jaxserve.server.exchange import Exchange
-from jaxserve.server.protocol import FromEngine, Gauges, Ready, Stepped, ToEngine
+from jaxserve.server.protocol import Codec, FromEngine, Gauges, Ready, Stepped, ToEngine
 from jaxserve.server.remote_engine import Numbers, RemoteEngine
 from jaxserve.text.tokenizer import Tokenizer
 
 COMMAND = (sys.executable, "-m", "jaxserve.server.engine_process")
 STALLED_STEPS = 4  # an engine is not stuck before so many of its longest steps have passed
 RESTART_SECONDS = 1.0  # between an engine's end and the next start; doubled up to a minute
-_CODEC = protocol.codec(FromEngine, ToEngine)
+_CODEC: Codec[FromEngine, ToEngine] = protocol.codec(FromEngine)
 _log = logging.getLogger(__name__)
 
 
@@ -191,12 +191,11 @@ class EngineClient:
         it."""
         assert self._remote is not None
         loop = asyncio.get_running_loop()
-        engine = BatchEngine(
-            self.config,
-            self._remote.limits,
-            lambda message: loop.call_soon_threadsafe(self._send, message),
-            self._numbers,
-        )
+
+        def send(message: ToEngine) -> None:
+            loop.call_soon_threadsafe(self._send, message)
+
+        engine = BatchEngine(self.config, self._remote.limits, send, self._numbers)
         self._batches.append(engine)
         return engine
 

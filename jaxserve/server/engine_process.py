@@ -8,7 +8,7 @@ import logging
 import socket
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from jaxserve import settings
 from jaxserve.engine import Engine, QueueFull
@@ -41,7 +41,7 @@ type EnginePipe = Pipe[ToEngine, FromEngine]
 def run(connection: socket.socket, assemble: "Callable[..., Assembly]") -> int:
     """Starts the engine that the first message asks for, and serves until the server is gone."""
     live_as_long_as(connection)
-    pipe: EnginePipe = Pipe(connection, protocol.codec(ToEngine, FromEngine))
+    pipe: EnginePipe = Pipe(connection, protocol.codec(ToEngine))
     try:
         (start,) = pipe.receive(None)
         if not isinstance(start, Start):
@@ -83,7 +83,8 @@ class _Loop:
         self._requests: dict[int, Request] = {}  # by the server's number
         self._numbers: dict[Request, int] = {}
 
-    def run(self) -> None:
+    def run(self) -> NoReturn:
+        """Until the server is gone: EOFError."""
         engine = self._engine
         while True:
             wait = 0.0

@@ -93,7 +93,7 @@ class FilesAndBatches:
                     message = "the name of the file has characters that cannot be shown"
                     raise errors.invalid("invalid_request", message, "file")
                 create = self._files.create
-                record = await asyncio.to_thread(create, file.file, name, purpose)
+                record = await asyncio.to_thread(create, file.file, name, "batch")
         except MultiPartException as error:
             raise errors.invalid("invalid_request", f"no usable form: {error.message}") from error
         except OSError as error:

@@ -7,7 +7,7 @@ no code travels.
 
 import struct
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -19,7 +19,7 @@ MAX_FRAME = 256 << 20  # bytes; a longer one is an error, not a message
 _LENGTH = struct.Struct("<I")
 
 
-class _Message(msgspec.Struct, tag=True, array_like=True, frozen=True):
+class _Message(msgspec.Struct, tag=True, array_like=True):
     pass
 
 
@@ -196,7 +196,8 @@ class Codec[In, Out](NamedTuple):
         return _LENGTH.pack(len(data)) + data
 
 
-def codec[In, Out](incoming: type[In], outgoing: type[Out]) -> Codec[In, Out]:
+def codec(incoming: Any) -> Codec[Any, Any]:
+    """Reads messages of the union `incoming`."""
     return Codec(msgspec.msgpack.Decoder(incoming), msgspec.msgpack.Encoder())
 
 

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 
 from jaxserve.server import errors, protocol
 from jaxserve.server.children import Child
-from jaxserve.server.protocol import Answered, FromText, Load, Parsed, Rejected, ToText
+from jaxserve.server.protocol import Answered, Codec, FromText, Load, Parsed, Rejected, ToText
 
 COMMAND = (sys.executable, "-m", "jaxserve.server.text_process")
 START_SECONDS = 120.0
 _log = logging.getLogger(__name__)
-_CODEC = protocol.codec(FromText, ToText)
+_CODEC: Codec[FromText, ToText] = protocol.codec(FromText)
 
 
 class TextClient:

@@ -114,7 +114,7 @@ class Reader:
 
 def run(connection: socket.socket) -> int:
     live_as_long_as(connection)
-    pipe: Pipe[ToText, FromText] = Pipe(connection, protocol.codec(ToText, FromText))
+    pipe: Pipe[ToText, FromText] = Pipe(connection, protocol.codec(ToText))
     reader: Reader | None = None
     try:
         while True:

@@ -18,8 +18,8 @@ from jaxserve.server.protocol import (
     ToEngine,
 )
 
-TO_ENGINE = protocol.codec(ToEngine, ToEngine)
-FROM_ENGINE = protocol.codec(FromEngine, FromEngine)
+TO_ENGINE = protocol.codec(ToEngine)
+FROM_ENGINE = protocol.codec(FromEngine)
 SAMPLING = SamplingParams(
     max_tokens=5, stop=("a", "é"), logit_bias={3: -1.5}, seed=2**64 - 1, logprobs=2, n=3
 )
