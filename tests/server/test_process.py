@@ -185,8 +185,9 @@ def test_a_real_model_and_one_that_cannot_start(tmp_path: Path):
     (tmp_path / "config.json").write_text(json.dumps(config))
     save_file(tiny.make_weights(config, 3), tmp_path / "model.safetensors")
     fakes.byte_tokenizer().save(tmp_path)
-    small = ["model.dtype=float32", "scheduler.token_budget=32", "scheduler.max_seqs=4"]
-    small += ["runner.prove=false", "sampling.penalties=false", "sampling.logprobs=false"]
+    small = ["model.dtype=float32", "scheduler.token_budget=8", "scheduler.max_seqs=1"]
+    small += ["buckets.tokens=8", "buckets.rows=1", "runner.prove=false", "sampling.random=false"]
+    small += ["sampling.penalties=false", "sampling.logprobs=false"]
     options = [word for setting in small for word in ("--set", setting)]
     with serving(tmp_path, *options, code=REAL) as served:
         wait_for(lambda: ready(served), 100)
