@@ -48,8 +48,19 @@ class TextClient:
         await asyncio.gather(*(child.end() for child in list(self._children)))
 
     async def parse(self, kind: str, body: bytes) -> Parsed | Answered:
-        """Raises ApiError: 400 for a body that is wrong or takes too long, 503 when all processes
-        are busy for as long."""
+        """Raises ApiError: 400 for a body that is wrong or takes too much, 503 when all processes
+        are busy for too long."""
+        answer = await self._ask(kind, body) or await self._ask(
+            kind, body
+        )  # one may just have died
+        if isinstance(answer, Rejected):
+            raise errors.invalid(answer.code, answer.message, answer.param)
+        if isinstance(answer, Parsed | Answered):
+            return answer
+        raise errors.invalid("unreadable", "the request could not be read: it takes too much")
+
+    async def _ask(self, kind: str, body: bytes) -> FromText | None:
+        """What one process answers; None: it died of it, or was dead."""
         try:
             async with asyncio.timeout(self._limit_s):
                 child = await self._idle.get()
@@ -72,11 +83,7 @@ class TextClient:
                 self._replace(child)
             else:
                 self._idle.put_nowait(child)
-        if isinstance(answer, Rejected):
-            raise errors.invalid(answer.code, answer.message, answer.param)
-        if isinstance(answer, Parsed | Answered):
-            return answer
-        raise errors.invalid("unreadable", "the request could not be read: it takes too much")
+        return answer
 
     async def _start_one(self) -> None:
         child = await Child[FromText, ToText].start(self._command, _CODEC)

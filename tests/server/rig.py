@@ -103,7 +103,8 @@ def running(
 ) -> Iterator[Rig]:
     """A server over a model of `tests/cli/fakes.py`, whose tokenizer is written into `folder`."""
     folder.mkdir(exist_ok=True)
-    fakes.byte_tokenizer().save(folder)
+    if not (folder / "tokenizer.json").exists():
+        fakes.byte_tokenizer().save(folder)
     config = settings.merge(EngineConfig(), {"model": {"name": MODEL}, **sections}, "test")
     notes: list[str] = []
     load = Load(str(folder), list(names), chat_max_tokens=MAX_INT, text_max_tokens=16)

@@ -65,7 +65,7 @@ BAD = [
     ("cve_2026_105756", {"cache_salt": "x" * 257}, "salt"),
     ("cve_2026_105756", {"cache_salt": 3}, "cache_salt"),
     ("cve_2025_62164", {"prompt_embeds": "AAAA"}, "prompt_embeds"),
-    ("cve_2026_34753", {"guided_regex": "(a+)+b"}, "guided_regex"),
+    ("cve_2026_55574", {"guided_regex": "(a+)+b"}, "guided_regex"),
 ]  # fmt: skip
 
 
