@@ -50,9 +50,9 @@ class TextClient:
     async def parse(self, kind: str, body: bytes) -> Parsed | Answered:
         """Raises ApiError: 400 for a body that is wrong or takes too much, 503 when all processes
         are busy for too long."""
-        answer = await self._ask(kind, body) or await self._ask(
-            kind, body
-        )  # one may just have died
+        answer = await self._ask(kind, body)
+        if answer is None:  # it may have been dead before
+            answer = await self._ask(kind, body)
         if isinstance(answer, Rejected):
             raise errors.invalid(answer.code, answer.message, answer.param)
         if isinstance(answer, Parsed | Answered):
