@@ -23,7 +23,7 @@ URL = "/v1/completions"
 @pytest.fixture(scope="module")
 def keeping(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
     folder = tmp_path_factory.mktemp("batches")
-    limits = {"max_upload_bytes": 100_000}
+    limits = {"max_upload_bytes": 200_000}
     with running(folder / "m", files=folder / "files", server=limits) as rig:
         yield rig
 
@@ -160,7 +160,7 @@ def test_batches_that_are_refused(body: Any, status: int, keeping: Rig):
 
 
 def test_uploads_that_are_refused(keeping: Rig):
-    big = {"file": ("a", b"x" * 200_000)}
+    big = {"file": ("a", b"x" * 300_000)}
     assert keeping.post("/v1/files", files=big, data={"purpose": "batch"}).status_code == 413
     small = {"file": ("a", b"x")}
     assert keeping.post("/v1/files", files=small, data={"purpose": "assistants"}).status_code == 400
