@@ -7,6 +7,7 @@ new config in which nothing is left to derive.  Every section raises ValueError 
 
 import dataclasses
 import math
+import re
 from typing import cast
 
 MODES = ("dynamic", "fixed")
@@ -14,6 +15,7 @@ POLICIES = ("fcfs", "priority", "round_robin", "shortest_first")
 KERNELS = ("auto", "xla")
 DTYPES = ("auto", "float32", "bfloat16")
 LAYERS = ("auto", "loop", "calls")
+_PREFIX = re.compile(r"([A-Za-z_:][A-Za-z0-9_:]{0,63})?")
 
 
 def _whole(name: str, value: object, low: int) -> None:
@@ -192,6 +194,9 @@ class ServerConfig:
     grace_s: float = 30.0  # for requests in flight after SIGTERM
     text_processes: int = 1  # read bodies, run chat templates, tokenise
     text_s: float = 10.0  # for one body
+    metrics_prefix: str = "vllm:"  # of metrics that mean the same in vLLM; ours have jaxserve_
+    log_requests: bool = True  # one JSON line a request, on stderr
+    log_interval_s: float = 10.0  # between lines about the engine, while it works; 0: none
 
     def __post_init__(self) -> None:
         for name in (
@@ -208,6 +213,13 @@ class ServerConfig:
         for name in ("idle_s", "send_s", "text_s"):
             _number(f"server.{name}", getattr(self, name), 0.01, 1e6)
         _number("server.stall_s", self.stall_s, 1.0, 1e6)
+        _number("server.log_interval_s", self.log_interval_s, 0.0, 1e6)
+        _flag("server.log_requests", self.log_requests)
+        if type(self.metrics_prefix) is not str or not _PREFIX.fullmatch(self.metrics_prefix):
+            raise ValueError(
+                f"server.metrics_prefix={self.metrics_prefix!r} must be letters, digits, _ and :, "
+                f"a digit not first, at most 64"
+            )
         _number("server.grace_s", self.grace_s, 0.0, 1e6)
 
 

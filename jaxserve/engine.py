@@ -181,8 +181,7 @@ class Engine:
             if self._flight is None and self.has_work:
                 raise RuntimeError(f"no request can run: {running} running, {waiting} waiting")
             return None
-        for request in plan.admitted:
-            self._prompts.start(request)
+        query_tokens = self._note_prefills(plan)
         targets = [(c, scored_targets(c)) for c in plan.chunks] if len(self._prompts) else []
         batch = self._builder.build(plan)
         shape = _shape(plan, batch)
@@ -196,6 +195,7 @@ class Engine:
             targets=targets,
             shape=shape,
             predicted_s=predicted,
+            query_tokens=query_tokens,
             schedule_s=scheduled - began,
             build_s=built - scheduled,
             dispatch_s=time.perf_counter() - built,
@@ -204,6 +204,18 @@ class Engine:
             kv_used=self.kv.num_used,
             kv_blocks=self.kv.num_blocks,
         )
+
+    def _note_prefills(self, plan: Plan) -> int:
+        """What requests know of their prefill; prompt tokens of those that are new."""
+        query_tokens = 0
+        for request in plan.admitted:
+            self._prompts.start(request)
+            if request.admitted < 0:
+                request.admitted = self._clock()
+                query_tokens += request.num_prompt
+        for chunk in plan.chunks:
+            chunk.request.num_chunks += 1
+        return query_tokens
 
     def _land(self, flight: Flight) -> list[Output]:
         """Reads a step's result and hands it to the requests it still belongs to."""
@@ -302,6 +314,7 @@ def _record(
         prefill_tokens=plan.num_tokens - plan.decode_tokens - plan.recomputed_tokens,
         recomputed_tokens=plan.recomputed_tokens,
         padded_tokens=plan.bucket - plan.num_tokens,
+        partial_prefills=sum(start + n < r.num_prompt for r, start, n, _, _ in plan.chunks),
         output_tokens=output_tokens,
         dropped_tokens=batch.num_samples - output_tokens,
         unused=None if plan.unused is None else str(plan.unused),
@@ -319,6 +332,7 @@ def _record(
         kv_used=flight.kv_used,
         kv_blocks=flight.kv_blocks,
         preemptions=len(plan.preempted),
+        query_tokens=flight.query_tokens,
         hit_tokens=plan.hit_tokens,
         resume_hit_tokens=plan.resume_hit_tokens,
     )

@@ -18,6 +18,7 @@ class StepRecord:
     prefill_tokens: int  # without the recomputed ones
     recomputed_tokens: int  # computed before a preemption already
     padded_tokens: int  # of the bucket, without a real token
+    partial_prefills: int  # prompts that a chunk of the step did not complete
     output_tokens: int  # new tokens handed out
     dropped_tokens: int  # sampled for requests that had ended or were preempted meanwhile
     unused: str | None  # why part of the budget was not used; None: it was used up
@@ -35,6 +36,7 @@ class StepRecord:
     kv_used: int  # blocks
     kv_blocks: int
     preemptions: int
+    query_tokens: int  # prompts of requests admitted for the first time
     hit_tokens: int  # prefix hits of requests admitted for the first time
     resume_hit_tokens: int  # prefix hits of requests that resume: not a cache's merit
 
@@ -49,9 +51,11 @@ class Totals:
     prefill_tokens: int = 0
     recomputed_tokens: int = 0
     padded_tokens: int = 0
+    partial_prefills: int = 0
     output_tokens: int = 0
     dropped_tokens: int = 0
     preemptions: int = 0
+    query_tokens: int = 0
     hit_tokens: int = 0
     resume_hit_tokens: int = 0
     device_s: float = 0.0
@@ -70,9 +74,11 @@ class Totals:
         self.prefill_tokens += record.prefill_tokens
         self.recomputed_tokens += record.recomputed_tokens
         self.padded_tokens += record.padded_tokens
+        self.partial_prefills += record.partial_prefills
         self.output_tokens += record.output_tokens
         self.dropped_tokens += record.dropped_tokens
         self.preemptions += record.preemptions
+        self.query_tokens += record.query_tokens
         self.hit_tokens += record.hit_tokens
         self.resume_hit_tokens += record.resume_hit_tokens
         self.device_s += record.device_s

@@ -164,6 +164,8 @@ class Request:
     reserved: int = 0  # blocks promised to it when it was admitted
     num_preempted: int = 0
     recompute_until: int = 0  # tokens below this had KV before a preemption
+    admitted: float = -1.0  # when it first took a seat; seconds, the engine's clock
+    num_chunks: int = 0  # of its prompt, those computed again included
     last_step: int = -1  # step in which it was queued or last got prefill tokens; -1: never
     digests: list[bytes] = dataclasses.field(
         default_factory=list[bytes]

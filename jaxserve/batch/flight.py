@@ -18,6 +18,7 @@ class Flight:
     targets: list[tuple[Chunk, list[int]]]  # prompt tokens it scores
     shape: StepShape
     predicted_s: float | None  # None until costs are measured
+    query_tokens: int  # prompts of requests that are new in the step
     schedule_s: float
     build_s: float
     dispatch_s: float

@@ -11,6 +11,7 @@ class BlockPool:
         self._refs = [0] * num_blocks
         self._blank = list(range(num_blocks - 1, -1, -1))  # a stack; the lowest block on top
         self._idle: collections.OrderedDict[int, None] = collections.OrderedDict()  # oldest first
+        self.num_allocated = 0  # blocks that got a first user, ever
 
     @property
     def num_free(self) -> int:
@@ -31,12 +32,14 @@ class BlockPool:
         evicts = not self._blank
         block = self._idle.popitem(last=False)[0] if evicts else self._blank.pop()
         self._refs[block] = 1
+        self.num_allocated += 1
         return block, evicts
 
     def share(self, block: int) -> None:
         """One more user of a block that has content."""
         if not self._refs[block]:
             del self._idle[block]
+            self.num_allocated += 1
         self._refs[block] += 1
 
     def give_back(self, block: int, has_content: bool) -> None:

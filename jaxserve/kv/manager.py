@@ -49,6 +49,11 @@ class KVManager:
         return self._pool.num_blocks - self._pool.num_free
 
     @property
+    def num_allocated(self) -> int:
+        """Blocks that came into use since the start; less `num_used`, those that were freed."""
+        return self._pool.num_allocated
+
+    @property
     def num_available(self) -> int:
         """Free blocks that are promised to nobody."""
         return self._pool.num_free - self._promised

@@ -16,8 +16,10 @@ from jaxserve.server.body import read_body
 from jaxserve.server.completions import Completions
 from jaxserve.server.engine_client import State
 from jaxserve.server.errors import ApiError
+from jaxserve.server.exposition import Exposition
 from jaxserve.server.files_batches import FilesAndBatches
 from jaxserve.server.protocol import Answered
+from jaxserve.server.request_log import RequestLog, to_stderr
 from jaxserve.server.service import Service
 
 OPEN_PATHS = frozenset({"/health", "/ready"})  # probes have no key
@@ -31,6 +33,7 @@ def make_app(service: Service, files: FilesAndBatches | None = None) -> ASGIApp:
     routes = [
         Route("/health", small.health),
         Route("/ready", small.ready),
+        Route("/metrics", small.metrics),
         Route("/v1/models", small.models),
         Route("/v1/models/{name:path}", small.model),
         Route("/v1/chat/completions", Completions(service, is_chat=True), methods=["POST"]),
@@ -40,7 +43,11 @@ def make_app(service: Service, files: FilesAndBatches | None = None) -> ASGIApp:
     ]
     if files is not None:
         routes += files.routes()
-    return _Edge(Router(routes, redirect_slashes=False), service)
+    edge = _Edge(Router(routes, redirect_slashes=False), service)
+    engine = service.engine
+    write = to_stderr if engine.config.server.log_requests else None
+    paths = frozenset(route.path.replace(":path", "") for route in routes)
+    return RequestLog(edge, engine.tally, paths, write)
 
 
 class _Edge:
@@ -96,6 +103,7 @@ class _Small:
 
     def __init__(self, service: Service) -> None:
         self._service = service
+        self._exposition = Exposition(service)
 
     async def health(self, request: Request) -> Response:
         """Is there anything that a restart would mend?"""
@@ -105,6 +113,10 @@ class _Small:
     async def ready(self, request: Request) -> Response:
         """Would a request be taken?"""
         return _json({"status": self._service.status}, 200 if self._service.is_ready else 503)
+
+    async def metrics(self, request: Request) -> Response:
+        data, content_type = self._exposition.encode(request.headers.get("accept", ""))
+        return Response(data, headers={"content-type": content_type})
 
     async def models(self, request: Request) -> Response:
         data = [self._model(name) for name in self._service.names]

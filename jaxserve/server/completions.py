@@ -14,6 +14,7 @@ from jaxserve.server import connections, errors
 from jaxserve.server.body import read_body
 from jaxserve.server.exchange import Exchange
 from jaxserve.server.protocol import Parsed
+from jaxserve.server.request_log import FACTS
 from jaxserve.server.service import Service
 from jaxserve.server.streaming import Events, EventStream
 
@@ -48,6 +49,7 @@ class Completions:
             exchange.cut()
         finally:
             watch.cancel()
+            scope[FACTS].update(_facts(parsed, exchange))
             service.engine.abort(exchange)
 
     async def _watch(self, receive: Receive, exchange: Exchange) -> None:
@@ -79,6 +81,27 @@ class Completions:
             token_ids=parsed.return_token_ids,
         )
         await _send_json(send, body)
+
+
+def _facts(parsed: Parsed, exchange: Exchange) -> dict[str, Any]:
+    """What the log says about a request that the engine took."""
+    generations = exchange.generations
+    samples = [sample for generation in generations for sample in generation.samples]
+    firsts = [g.first_token - g.submitted for g in generations if g.first_token is not None]
+    facts: dict[str, Any] = {
+        "stream": parsed.stream,
+        "samples": len(samples),
+        "prompt_tokens": sum(len(generation.prompt) for generation in generations),
+        "cached_tokens": sum(g.samples[0].request.num_cached for g in generations),
+        "output_tokens": sum(len(sample.token_ids) for sample in samples),
+        "ttft_s": round(min(firsts), 6) if firsts else None,
+        "finish_reasons": sorted({sample.finish_reason or "abort" for sample in samples}),
+    }
+    if exchange.cancelled:
+        facts["complete"] = False
+    if exchange.error is not None:
+        facts["error"] = exchange.error
+    return facts
 
 
 async def _send_json(send: Send, body: dict[str, Any]) -> None:

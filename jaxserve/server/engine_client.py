@@ -20,6 +20,7 @@ from jaxserve.server.children import Child
 from jaxserve.server.exchange import Exchange
 from jaxserve.server.protocol import Codec, FromEngine, Gauges, Ready, Stepped, ToEngine
 from jaxserve.server.remote_engine import Numbers, RemoteEngine
+from jaxserve.server.tally import Tally
 from jaxserve.text.tokenizer import Tokenizer
 
 COMMAND = (sys.executable, "-m", "jaxserve.server.engine_process")
@@ -71,6 +72,8 @@ class EngineClient:
         self.num_steps = 0  # heard of
         self.num_starts = 0  # of an engine that became ready
         self.gauges = Gauges()  # at its last step
+        self.programs: list[protocol.Program] = []
+        self.tally = Tally()
         self._tokenizer = tokenizer
         self._restart = restart
         self._command = command
@@ -233,10 +236,12 @@ class EngineClient:
         if isinstance(message, Stepped):
             self.gauges = message.gauges
             self.num_steps += 1
+            self.tally.stepped(message)
             for record in message.records:
                 self._hooks.on_step(record)
             self._deliver(message)
         elif isinstance(message, protocol.Refused):
+            self.tally.refused(message)
             self._deliver(message)
         elif isinstance(message, protocol.Beat):
             self.gauges = message.gauges
@@ -253,14 +258,20 @@ class EngineClient:
         resolved = settings.loads(message.config)
         limits = ModelLimits(message.vocab_size, frozenset(message.eos_ids))
         if self._remote is None:
-            self._remote = RemoteEngine(resolved, limits, self._send, self._numbers)
+            self._remote = RemoteEngine(resolved, limits, self._send_request, self._numbers)
             self._driver = Driver(self._remote, self._tokenizer)
         self.config = self._remote.config = resolved
         self.startup = message.startup
+        self.programs = message.programs
+        self.tally.budget = resolved.scheduler.token_budget
         self._stall_s = max(resolved.server.stall_s, STALLED_STEPS * message.slowest_step_s)
         self._ready = True
         self.num_starts += 1
         self._hooks.on_ready(time.monotonic() - self._started)
+
+    def _send_request(self, message: ToEngine) -> None:
+        self.tally.sent(message)
+        self._send(message)
 
     def _send(self, message: ToEngine) -> None:
         if self._child is not None:
@@ -270,6 +281,7 @@ class EngineClient:
         if log:
             _log.error("%s; %d samples were in flight", error, self.num_requests)
         self.gauges = Gauges()
+        self.tally.lost()
         if self._remote is not None:
             self._remote.fail_all(error)
             self._hand_out()

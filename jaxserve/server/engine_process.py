@@ -7,6 +7,7 @@ only, so nothing that a server does holds up a step.
 import logging
 import socket
 import sys
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -58,7 +59,7 @@ def run(connection: socket.socket, assemble: "Callable[..., Assembly]") -> int:
             pipe.send_all(protocol.Failed(" ".join(str(error).split()) or type(error).__name__))
             return 2
         pipe.send(_ready(assembly))
-        _Loop(pipe, assembly.engine, records).run()
+        _Loop(pipe, assembly, records).run()
     except EOFError:
         return 0
 
@@ -72,13 +73,19 @@ def _ready(assembly: "Assembly") -> protocol.Ready:
         eos_ids=sorted(engine.limits.eos_ids),
         slowest_step_s=slowest,
         startup=assembly.startup,
+        programs=[_program(row) for row in assembly.runner.manifest.table()],
     )
 
 
+def _program(row: dict[str, Any]) -> protocol.Program:
+    return protocol.Program(row["program"], row["why"], row["compile_s"], row["run_ms"] / 1e3)
+
+
 class _Loop:
-    def __init__(self, pipe: EnginePipe, engine: Engine, records: list[StepRecord]) -> None:
+    def __init__(self, pipe: EnginePipe, assembly: "Assembly", records: list[StepRecord]) -> None:
         self._pipe = pipe
-        self._engine = engine
+        self._engine: Engine = assembly.engine
+        self._runner = assembly.runner
         self._records = records
         self._requests: dict[int, Request] = {}  # by the server's number
         self._numbers: dict[Request, int] = {}
@@ -102,7 +109,13 @@ class _Loop:
     def _gauges(self) -> Gauges:
         engine = self._engine
         return Gauges(
-            engine.num_running, engine.num_waiting, engine.kv.num_used, engine.kv.num_blocks
+            engine.num_running,
+            engine.num_waiting,
+            engine.kv.num_used,
+            engine.kv.num_blocks,
+            engine.kv.num_allocated,
+            engine.stats.failed_steps,
+            self._runner.compiles_after_warmup,
         )
 
     def _take(self, message: ToEngine) -> None:
@@ -147,7 +160,17 @@ class _Loop:
             _for_clients(request.error),
             output.logprobs,
             output.prompt_logprobs,
+            _prefill(output),
         )
+
+
+def _prefill(output: Output) -> protocol.Prefill | None:
+    request, count = output.request, len(output.tokens)
+    if not count or len(request.tokens) != request.num_prompt + count:
+        return None
+    return protocol.Prefill(
+        request.admitted - request.arrival, time.monotonic() - request.admitted, request.num_chunks
+    )
 
 
 def _for_clients(error: str | None) -> str | None:

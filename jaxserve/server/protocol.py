@@ -70,6 +70,15 @@ class Failed(_Message):
     error: str
 
 
+class Program(msgspec.Struct, array_like=True, frozen=True):
+    """A row of the program table."""
+
+    name: str
+    why: str
+    compile_s: float
+    run_s: float  # as warm-up measured it
+
+
 class Ready(_Message):
     """The engine serves."""
 
@@ -78,6 +87,7 @@ class Ready(_Message):
     eos_ids: list[int]
     slowest_step_s: float  # predicted time of the largest step; 0: not measured
     startup: dict[str, float]  # seconds of its parts
+    programs: list[Program]
 
 
 class Gauges(msgspec.Struct, array_like=True, frozen=True):
@@ -87,6 +97,9 @@ class Gauges(msgspec.Struct, array_like=True, frozen=True):
     waiting: int = 0
     kv_used: int = 0  # blocks
     kv_blocks: int = 0
+    kv_allocated: int = 0  # blocks that came into use since its start
+    failed_steps: int = 0
+    compiles: int = 0  # after warm-up; each is a fault
 
 
 class Beat(_Message):
@@ -103,6 +116,14 @@ class Refused(_Message):
     full: bool
 
 
+class Prefill(NamedTuple):
+    """How a request came to its first token."""
+
+    wait_s: float  # for a seat
+    compute_s: float  # from then on
+    steps: int
+
+
 class Entry(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """What a step brought for one request (`jaxserve.request.Output`)."""
 
@@ -113,6 +134,7 @@ class Entry(msgspec.Struct, array_like=True, frozen=True, gc=False):
     error: str | None = None
     logprobs: tuple[TokenLogprobs, ...] | None = None
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    prefill: Prefill | None = None  # with the first tokens
 
 
 class Stepped(_Message):

@@ -13,6 +13,7 @@ from jaxserve.server import connections
 from jaxserve.server.app import make_app
 from jaxserve.server.engine_client import EngineFailed
 from jaxserve.server.files_batches import FilesAndBatches
+from jaxserve.server.request_log import log_intervals
 from jaxserve.server.service import Service
 
 BACKLOG = 2048
@@ -77,6 +78,7 @@ class Server(uvicorn.Server):
         tasks = [
             asyncio.create_task(self._run_engine(note)),
             asyncio.create_task(self._start_text()),
+            asyncio.create_task(log_intervals(service.engine)),
         ]
         try:
             if self._files is not None:

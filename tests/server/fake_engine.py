@@ -8,6 +8,7 @@ import os
 import socket
 import sys
 import time
+from typing import Any
 
 from jaxserve.batch.step import Batch, StepResult
 from jaxserve.config import EngineConfig
@@ -20,12 +21,18 @@ DIES, RAISES, HANGS, BAD = "\x01", "\x02", "\x03", "\x04"
 SECRET = "/secret/path"
 
 
+class Manifest(fakes.FakeManifest):
+    def table(self) -> list[dict[str, Any]]:
+        return [{"program": "backbone[64]", "why": "fake", "compile_s": 0.5, "run_ms": 2.0}]
+
+
 class FaultyRunner(fakes.FakeRunner):
     """A step with a token of DIES ends the process, one of RAISES fails, one of HANGS takes 1.5 s,
     and a row whose last token is BAD has no finite logits."""
 
     def __init__(self, config: EngineConfig, tokenizer: Tokenizer) -> None:
         super().__init__(config, tokenizer)
+        self.manifest = Manifest()
         marks = DIES + RAISES + HANGS + BAD
         self._dies, self._raises, self._hangs, self._bad = tokenizer.encode(marks)
 
