@@ -23,7 +23,7 @@ from jaxserve.scheduler.admission import ModelLimits, QueueFull
 from jaxserve.scheduler.scheduler import Scheduler
 from jaxserve.scheduler.snap import CostTable
 
-__all__ = ["Engine", "ModelLimits", "QueueFull", "Runner"]
+__all__ = ["Engine", "ModelLimits", "Observer", "QueueFull", "Runner"]
 
 _log = logging.getLogger(__name__)
 
@@ -40,10 +40,26 @@ class Runner(Protocol):
         ...
 
 
+class Observer(Protocol):
+    """Hears what happens, in the thread that steps; it must change nothing (`lab.record`)."""
+
+    def arrived(self, requests: Sequence[Request]) -> None:
+        """They wait from now on."""
+        ...
+
+    def landed(self, flight: Flight, record: StepRecord, outputs: Sequence[Output]) -> None:
+        """A step has returned."""
+        ...
+
+    def ended(self, request: Request) -> None:
+        """A request ended outside of a step: cancelled, a stop string, a step that failed."""
+        ...
+
+
 class Engine:
     """`config` is resolved (`jaxserve.batch.buckets.resolve`).  `on_step` gets every step's record.
 
-    Not thread-safe: one thread calls it.
+    `observer` may be set at any time.  Not thread-safe: one thread calls it.
     """
 
     def __init__(
@@ -57,6 +73,7 @@ class Engine:
     ) -> None:
         self.config = config
         self.stats = Totals()
+        self.observer: Observer | None = None
         self._limits = limits
         self._runner = runner
         self._clock = clock
@@ -136,6 +153,8 @@ class Engine:
         if requests[leaders:]:
             self._followers[requests[0]] = requests[leaders:]
             self._num_followers += len(requests[leaders:])
+        if self.observer is not None:
+            self.observer.arrived(requests)
         return requests
 
     def finish(self, request: Request, reason: str = "stop") -> None:
@@ -143,9 +162,12 @@ class Engine:
         once, a late result is ignored, and no output follows.  Idempotent."""
         if request.status is Status.WAITING and request.last_step < 0:  # it follows a first sample
             self._num_followers -= 1
+        ends = request.status is not Status.FINISHED
         self.scheduler.finish(request, reason)
         self._prompts.drop(request)
         self._release_followers(request)
+        if ends and self.observer is not None:
+            self.observer.ended(request)
 
     def step(self) -> list[Output]:
         """Dispatches a step if there is anything to run, and returns what one step brought.
@@ -165,7 +187,7 @@ class Engine:
 
     def _launch(self) -> Flight | None:
         """Plans, builds and dispatches a step; None when there is nothing to run."""
-        began = time.perf_counter()
+        began, planned_at = time.perf_counter(), self._clock()
         waiting, running = self.num_waiting, self.num_running
         plan = self.scheduler.schedule()
         scheduled = time.perf_counter()
@@ -186,6 +208,7 @@ class Engine:
             batch=batch,
             handle=handle,
             targets=targets,
+            planned_at=planned_at,
             schedule_s=scheduled - began,
             build_s=built - scheduled,
             dispatch_s=time.perf_counter() - built,
@@ -199,7 +222,7 @@ class Engine:
         """Reads a step's result and hands it to the requests it still belongs to."""
         began = time.perf_counter()
         result = self._runner.result(flight.handle)
-        arrived = time.perf_counter()
+        arrived, landed_at = time.perf_counter(), self._clock()
         plan, batch = flight.plan, flight.batch
         if flight.targets:
             self._prompts.collect(flight.targets, result.scores)
@@ -216,6 +239,7 @@ class Engine:
         record = _record(
             flight,
             step=self.stats.steps,
+            landed_at=landed_at,
             costs=self.scheduler.costs,
             device_s=result.device_s,
             output_tokens=sum(len(output.tokens) for output in outputs),
@@ -225,6 +249,8 @@ class Engine:
         self.stats.add(record)
         if self._on_step is not None:
             self._on_step(record)
+        if self.observer is not None:
+            self.observer.landed(flight, record, outputs)
         return outputs
 
     def _release_followers(self, request: Request) -> None:
@@ -242,15 +268,18 @@ class Engine:
             self.scheduler.finish(request, "error", f"{type(error).__name__}: {error}")
             self._release_followers(request)
             outputs.append(Output(request, (), None, None, "error"))
+            if self.observer is not None:
+                self.observer.ended(request)
         self._prompts.clear()
         self.kv.forget_all()
         return outputs
 
 
-def _record(
+def _record(  # noqa: PLR0913
     flight: Flight,
     *,
     step: int,
+    landed_at: float,
     costs: CostTable,
     device_s: float,
     output_tokens: int,
@@ -261,6 +290,8 @@ def _record(
     plan, batch = flight.plan, flight.batch
     return StepRecord(
         step=step,
+        planned_at=flight.planned_at,
+        landed_at=landed_at,
         bucket=plan.bucket,
         rows=plan.decode_tokens + len(plan.chunks),
         sampler=batch.sampler,

@@ -15,6 +15,7 @@ class Flight:
     batch: Batch
     handle: Any
     targets: list[tuple[Chunk, list[int]]]  # prompt tokens it scores
+    planned_at: float  # the engine's clock
     schedule_s: float
     build_s: float
     dispatch_s: float
