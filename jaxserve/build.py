@@ -106,7 +106,8 @@ def _assemble(
     timer.mark("warm_up")
     limits = ModelLimits(vocab_size, tokenizer.eos_ids)
     engine = Engine(config, runner, limits, on_step=on_step)
-    engine.set_costs(runner.costs())
+    if runner.agreement is None:  # each process measures its own: they would schedule differently
+        engine.set_costs(runner.costs())
     return Assembly(engine, runner, tokenizer, config, timer.parts)
 
 

@@ -15,11 +15,13 @@ from jaxserve.batch.flight import Flight
 from jaxserve.batch.logprobs import PromptScores, attach, scored_targets
 from jaxserve.batch.step import Batch, StepResult
 from jaxserve.config import EngineConfig
+from jaxserve.costs import CostModel, OnlineCosts, StepShape, pairs
 from jaxserve.kv.manager import KVManager
 from jaxserve.metrics import StepRecord, Totals
 from jaxserve.request import Output, Request, SamplingParams, Status
-from jaxserve.scheduler import admission, snap
+from jaxserve.scheduler import admission
 from jaxserve.scheduler.admission import ModelLimits, QueueFull
+from jaxserve.scheduler.plan import Plan
 from jaxserve.scheduler.scheduler import Scheduler
 from jaxserve.scheduler.snap import CostTable
 
@@ -95,6 +97,8 @@ class Engine:
         self._num_followers = 0
         self._flight: Flight | None = None
         self._number = 0
+        self._costs: OnlineCosts | None = None
+        self._follow = False
 
     @property
     def has_work(self) -> bool:
@@ -108,9 +112,16 @@ class Engine:
     def num_running(self) -> int:
         return len(self.scheduler.running)
 
-    def set_costs(self, seconds: dict[int, float]) -> None:
-        """Measured seconds of a step for every token bucket, for snapping and predictions."""
-        self.scheduler.costs = snap.measured(self.config.buckets.tokens, seconds)
+    def set_costs(self, model: CostModel, *, follow: bool = True) -> None:
+        """Measured costs, for snapping and predictions.  `follow`: correct them by what steps take;
+        never where several processes must schedule alike."""
+        self._costs, self._follow = OnlineCosts(model), follow
+        self.scheduler.set_costs(self._costs)
+
+    @property
+    def cost_model(self) -> CostModel | None:
+        """As it was measured; None until it was."""
+        return None if self._costs is None else self._costs.model
 
     def add(
         self,
@@ -201,6 +212,8 @@ class Engine:
             self._prompts.start(request)
         targets = [(c, scored_targets(c)) for c in plan.chunks] if len(self._prompts) else []
         batch = self._builder.build(plan)
+        shape = _shape(plan, batch)
+        predicted = None if self._costs is None else self._costs.predict(shape)
         built = time.perf_counter()
         handle = self._runner.dispatch(batch)
         return Flight(
@@ -209,6 +222,8 @@ class Engine:
             handle=handle,
             targets=targets,
             planned_at=planned_at,
+            shape=shape,
+            predicted_s=predicted,
             schedule_s=scheduled - began,
             build_s=built - scheduled,
             dispatch_s=time.perf_counter() - built,
@@ -235,6 +250,8 @@ class Engine:
             for request, start, num_tokens, _, _ in plan.chunks:
                 if start + num_tokens >= request.num_prompt or request.finish_reason:
                     self._release_followers(request)
+        if self._costs is not None and self._follow and flight.predicted_s is not None:
+            self._costs.observe(flight.shape, flight.predicted_s, result.device_s)
         updated = time.perf_counter()
         record = _record(
             flight,
@@ -275,6 +292,28 @@ class Engine:
         return outputs
 
 
+def _shape(plan: Plan, batch: Batch) -> StepShape:
+    """What the step's time depends on."""
+    context = int(plan.decodes.starts.sum()) + plan.decode_tokens
+    chunks, chunk_pairs = 0, 0
+    for chunk in plan.chunks:
+        if chunk.num_tokens == 1:
+            context += chunk.start + 1
+        else:
+            chunks += 1
+            chunk_pairs += pairs(chunk.start, chunk.num_tokens)
+    return StepShape(
+        bucket=plan.bucket,
+        tokens=plan.num_tokens,
+        rows=batch.row_bucket,
+        sampler=batch.sampler,
+        singles=plan.num_singles,
+        single_context=context,
+        chunks=chunks,
+        chunk_pairs=chunk_pairs,
+    )
+
+
 def _record(  # noqa: PLR0913
     flight: Flight,
     *,
@@ -302,9 +341,10 @@ def _record(  # noqa: PLR0913
         output_tokens=output_tokens,
         dropped_tokens=batch.num_samples - output_tokens,
         unused=None if plan.unused is None else str(plan.unused),
-        predicted_s=costs.cost(plan.num_tokens) if costs.measured else None,
+        shape=flight.shape,
+        predicted_s=flight.predicted_s,
         device_s=device_s,
-        padding_s=device_s * costs.padding_share(plan.num_tokens),
+        padding_s=device_s * costs.padding_share(plan.num_tokens, flight.predicted_s),
         schedule_s=flight.schedule_s,
         build_s=flight.build_s,
         dispatch_s=flight.dispatch_s,

@@ -3,6 +3,8 @@
 import collections
 import dataclasses
 
+from jaxserve.costs import StepShape
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
@@ -21,9 +23,10 @@ class StepRecord:
     output_tokens: int  # new tokens handed out
     dropped_tokens: int  # sampled for requests that had ended or were preempted meanwhile
     unused: str | None  # why part of the budget was not used; None: it was used up
-    predicted_s: float | None  # from the cost table; None until costs are measured
+    shape: StepShape  # what its time depends on
+    predicted_s: float | None  # by the cost model, when dispatched; None until costs are measured
     device_s: float
-    padding_s: float  # part of device_s that padding cost, by the cost table
+    padding_s: float  # part of device_s that padding cost, by the cost model
     schedule_s: float
     build_s: float
     dispatch_s: float  # handing the step to the runner

@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("jaxserve", "model_zoo", "pallas_kernels")
-HOST = {"jaxserve.request", "jaxserve.config"}
+HOST = {"jaxserve.request", "jaxserve.config", "jaxserve.costs"}
 
 # part -> parts of the project it may import, itself always included
 ALLOWED = {
@@ -17,6 +17,7 @@ ALLOWED = {
     "model_zoo": {"pallas_kernels"},
     "jaxserve.request": set(),
     "jaxserve.config": set(),
+    "jaxserve.costs": set(),
     "jaxserve.metrics": HOST,
     "jaxserve.kv": HOST,
     "jaxserve.scheduler": HOST | {"jaxserve.kv", "jaxserve.batch.buckets"},
@@ -31,7 +32,7 @@ ALLOWED = {
     "jaxserve.runner": HOST | {"jaxserve.batch.step", "model_zoo", "pallas_kernels"},
 }
 HOST_OF_MODELS = ("model_zoo.step_inputs", "model_zoo.gguf_header")
-NO_JAX = ("request", "config", "metrics", "kv", "scheduler", "batch", "engine", "text")
+NO_JAX = ("request", "config", "costs", "metrics", "kv", "scheduler", "batch", "engine", "text")
 TOP_LEVEL = {
     *("pyproject.toml", "README.md", "WORKSPACE.md", "CHANGELOG.md", "LICENSE"),
     *(".python-version", ".ci", ".gitignore", "jaxserve", "pallas_kernels", "model_zoo"),

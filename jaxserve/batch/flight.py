@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any
 
 from jaxserve.batch.step import Batch
+from jaxserve.costs import StepShape
 from jaxserve.scheduler.plan import Chunk, Plan
 
 
@@ -16,6 +17,8 @@ class Flight:
     handle: Any
     targets: list[tuple[Chunk, list[int]]]  # prompt tokens it scores
     planned_at: float  # the engine's clock
+    shape: StepShape
+    predicted_s: float | None  # None until costs are measured
     schedule_s: float
     build_s: float
     dispatch_s: float

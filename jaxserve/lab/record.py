@@ -154,7 +154,7 @@ class _Open:
 
     def __init__(self, request: Request) -> None:
         self.request = request
-        self.missed = (0, 0, 0)
+        self.missed: tuple[int, int, int] = (0, 0, 0)
         self.computed = self.output = 0
         self._runs: list[list[int]] = []
 
@@ -203,13 +203,12 @@ def header_of(
     engine: Engine, programs: list[dict[str, Any]], device: str, **facts: Any
 ) -> trace.Header:
     """What a trace says about the engine it is from."""
-    costs = engine.scheduler.costs
     return trace.Header(
         jaxserve_trace=trace.FORMAT,
         version=jaxserve.__version__,
         config=settings.dump(engine.config),
         device=device,
-        costs=dict(zip(costs.sizes, costs.costs, strict=True)) if costs.measured else None,
+        costs=engine.cost_model,
         programs=programs,
         facts={"kv_blocks": engine.kv.num_blocks, **facts},
     )

@@ -14,6 +14,8 @@ from typing import Any
 
 import msgspec
 
+from jaxserve.costs import CostModel
+
 FORMAT = 1
 FLUSH_EVERY = 256  # steps that a killed process may lose
 _LEVEL = 6
@@ -93,7 +95,7 @@ class Header(msgspec.Struct, frozen=True):
     version: str
     config: str  # TOML, resolved
     device: str
-    costs: dict[int, float] | None  # seconds of a step of each token bucket, once measured
+    costs: CostModel | None  # once measured
     programs: list[dict[str, Any]]  # `Manifest.table`
     facts: dict[str, Any]
     step: tuple[str, ...] = Step.__struct_fields__

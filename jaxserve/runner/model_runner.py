@@ -12,6 +12,7 @@ import numpy as np
 
 from jaxserve.batch.step import Batch, Logprobs, SeatReset, StepResult
 from jaxserve.config import EngineConfig
+from jaxserve.costs import CostModel
 from jaxserve.runner import agreement, packing
 from jaxserve.runner.device_step import SEED_TOKENS, DeviceStep
 from jaxserve.runner.programs import CompileCounter, Manifest, compile_programs
@@ -104,17 +105,24 @@ class ModelRunner:
         self.weights = None
         del self.state
 
-    def costs(self) -> dict[int, float]:
-        """Seconds that one run of each token bucket took in warm-up, sampling of its rows
-        included.
-        """
-        costs = {}
-        for bucket in self.manifest.buckets("backbone"):
-            rows = next((r for r in self.manifest.buckets("head") if r >= bucket), None)
-            rows = rows or self.manifest.buckets("head")[-1]
-            sample = sum(self.manifest.get(kind, rows).measured_s for kind in ("head", "greedy"))
-            costs[bucket] = self.manifest.get("backbone", bucket).measured_s + sample
-        return costs
+    def costs(self) -> CostModel:
+        """Seconds that one run of each program took in warm-up: no attention, since all was
+        padding."""
+        tokens, rows = self.manifest.buckets("backbone"), self.manifest.buckets("head")
+
+        def seconds(kind: str, bucket: int) -> float:
+            return self.manifest.get(kind, bucket).measured_s
+
+        kinds = [kind for kind in ("greedy", "random", "full") if self.manifest.buckets(kind)]
+        return CostModel(
+            tokens=tokens,
+            program=tuple(seconds("backbone", bucket) for bucket in tokens),
+            rows=rows,
+            sampling={
+                kind: tuple(seconds("head", row) + seconds(kind, row) for row in rows)
+                for kind in kinds
+            },
+        )
 
     def _logits(self, rows: int, token_index: np.ndarray) -> jax.Array:
         weights = self.step.head_weights(self.weights)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 from jaxserve.config import EngineConfig
+from jaxserve.costs import OnlineCosts
 from jaxserve.kv.manager import KVManager
 from jaxserve.request import Output, Request, SeatProgress, Status
 from jaxserve.scheduler import policy, snap
@@ -19,6 +20,7 @@ from jaxserve.scheduler.plan import Bools, Chunk, Decodes, Draft, Ints, Plan, Un
 from jaxserve.scheduler.waiting import WaitingQueue
 
 MAX_BACKOFF = 32  # steps without admission after a preemption, at most
+REFRESH_COSTS = 256  # steps between two looks at the corrected costs
 
 # Builds a NamedTuple without its slow Python constructor.
 _new = cast(Callable[[type[Any], tuple[Any, ...]], Any], cast(Any, tuple).__new__)
@@ -33,6 +35,8 @@ class Scheduler:
         self.kv = kv
         self.running: dict[Request, None] = {}
         self.costs = snap.padded_tokens(config.buckets.tokens)
+        self._sizes = config.buckets.tokens
+        self._online: OnlineCosts | None = None
         self._rules = rules
         self._deterministic = config.runner.deterministic
         # Whole chunks of one size (SARATHI, or canonical borders) instead of whatever fits.
@@ -53,6 +57,11 @@ class Scheduler:
     def num_waiting(self) -> int:
         return len(self._short) + len(self._long)
 
+    def set_costs(self, costs: OnlineCosts) -> None:
+        """Seconds of steps from here on, in place of padded tokens."""
+        self._online = costs
+        self.costs = snap.measured(self._sizes, costs.programs(self._sizes))
+
     def add(self, request: Request) -> None:
         """Queues a new request; what can never fit has been refused before."""
         self._enqueue(request)
@@ -60,6 +69,8 @@ class Scheduler:
     def schedule(self) -> Plan:
         """The next step; the requests' progress counts it as done from here on."""
         self._step += 1
+        if self._online is not None and self._step % REFRESH_COSTS == 0:
+            self.set_costs(self._online)
         draft = Draft(left=self._rules.token_budget)
         self._take_decodes(draft)
         prefills = [r for r in self._prefilling if r.num_pending]

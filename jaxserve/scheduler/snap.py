@@ -29,10 +29,12 @@ class CostTable:
         share = (num_tokens - low) / (high - low)
         return max(0.0, self.costs[at - 1] + share * (self.costs[at] - self.costs[at - 1]))
 
-    def padding_share(self, num_tokens: int) -> float:
-        """Share of the step's time that padding costs, 0 to 1."""
+    def padding_share(self, num_tokens: int, step: float | None = None) -> float:
+        """Share of a step's time that padding costs, 0 to 1; `step`: cost of the whole step where
+        that is more than its program's."""
         cost = self.cost(num_tokens)
-        return min(1.0, max(0.0, 1.0 - self.interpolate(num_tokens) / cost)) if cost else 0.0
+        lost = cost - self.interpolate(num_tokens)
+        return min(1.0, max(0.0, lost / max(cost, step or 0.0))) if cost else 0.0
 
 
 def padded_tokens(sizes: tuple[int, ...]) -> CostTable:

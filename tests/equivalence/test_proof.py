@@ -111,8 +111,12 @@ def test_b18_the_cache_has_the_slots_that_the_host_believes_in(runner):
 def test_measured_costs_cover_every_bucket(runner):
     warmup.warm_up(runner)
     costs = runner.costs()
-    assert tuple(costs) == runner.manifest.buckets("backbone")
-    assert all(0 < seconds < math.inf for seconds in costs.values())
+    assert costs.tokens == runner.manifest.buckets("backbone")
+    assert costs.rows == runner.manifest.buckets("head")
+    assert all(0 < seconds < math.inf for seconds in costs.program)
+    compiled = {p.spec.kind for p in runner.manifest}
+    assert set(costs.sampling) == compiled & {"greedy", "random", "full"} != set()
+    assert all(0 < seconds < math.inf for kind in costs.sampling.values() for seconds in kind)
     assert all(program.uses == 0 for program in runner.manifest)
 
 

@@ -9,6 +9,7 @@ import pytest
 from jaxserve.batch.buckets import resolve
 from jaxserve.batch.step import Batch, StepResult
 from jaxserve.config import CacheConfig, EngineConfig, ModelConfig, RunnerConfig, SchedulerConfig
+from jaxserve.costs import CostModel
 from jaxserve.engine import Engine, ModelLimits
 from jaxserve.metrics import StepRecord
 from jaxserve.request import Output, Request, SamplingParams, Status
@@ -472,7 +473,9 @@ def test_b14_deterministic_chunks_are_canonical_and_never_preempted(
 
 def test_records_add_up() -> None:
     rig = Rig(blocks=40)
-    rig.engine.set_costs({size: 0.001 + size * 1e-5 for size in rig.config.buckets.tokens})
+    sizes = rig.config.buckets.tokens
+    seconds = tuple(0.001 + size * 1e-5 for size in sizes)
+    rig.engine.set_costs(CostModel(sizes, seconds, chunk_pair=1e-9), follow=False)
     requests = _mixed(rig)
     rig.drain()
     stats, records = rig.engine.stats, rig.records
@@ -481,7 +484,17 @@ def test_records_add_up() -> None:
     for record, (batch, _) in zip(records, rig.batches, strict=True):
         real = record.decode_tokens + record.prefill_tokens + record.recomputed_tokens
         assert real == batch.num_tokens == record.bucket - record.padded_tokens
-        assert record.predicted_s == pytest.approx(0.001 + record.bucket * 1e-5)
+        inputs = batch.inputs
+        counts = np.diff(inputs.query_starts)
+        long = counts > 1
+        shape, ends = record.shape, inputs.kv_lens[: len(counts)]
+        assert (shape.singles, shape.chunks) == ((counts == 1).sum(), long.sum())
+        assert shape.single_context == ends[counts == 1].sum()
+        seen = sum(sum(range(e - n + 1, e + 1)) for e, n in zip(ends[long], counts[long]))  # noqa: B905
+        assert shape.chunk_pairs == seen
+        assert (shape.bucket, shape.tokens) == (record.bucket, batch.num_tokens)
+        assert (shape.rows, shape.sampler) == (batch.row_bucket, batch.sampler)
+        assert record.predicted_s == pytest.approx(0.001 + record.bucket * 1e-5 + 1e-9 * seen)
         assert 0 <= record.padding_s < record.device_s
         assert (record.padding_s > 0) == (record.padded_tokens > 0)
         assert 0 < record.kv_used <= record.kv_blocks == 40

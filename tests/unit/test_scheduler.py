@@ -15,6 +15,7 @@ from jaxserve.config import (
     RunnerConfig,
     SchedulerConfig,
 )
+from jaxserve.costs import CostModel
 from jaxserve.engine import Engine, ModelLimits, QueueFull
 from jaxserve.metrics import StepRecord
 from jaxserve.request import Request, SamplingParams, SeatProgress, Status
@@ -509,9 +510,9 @@ def test_unused_budget_has_its_reason() -> None:
 def test_snap_follows_the_measured_costs() -> None:
     def buckets(costs: dict[int, float]) -> list[int]:
         engine, _, records = make(token_budget=512, seats=8)
-        engine.set_costs(
-            {size: costs.get(size, float(size)) for size in (8, 16, 32, 64, 128, 256, 512)}
-        )
+        sizes = (8, 16, 32, 64, 128, 256, 512)
+        seconds = tuple(costs.get(size, float(size)) for size in sizes)
+        engine.set_costs(CostModel(sizes, seconds), follow=False)
         engine.add(prompt(300), asks(1))
         drain(engine)
         return [r.bucket for r in records]

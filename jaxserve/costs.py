@@ -1,0 +1,160 @@
+"""What a step costs: its shape, a model of its seconds, and a correction that follows the device.
+
+    seconds = program[T] + sampling[kind][R] + a * rows + b * sum(contexts)
+              + c * chunks + d * sum(query-key pairs of the chunks)
+
+T and R are buckets, so the first two are constants of a program; a row of one token reads its whole
+context (b), and a chunk of n tokens after p computed ones has n * p + n * (n + 1) / 2 query-key
+pairs (d).  The form is that of the batch time models of Vidur (arXiv 2405.05465, section 4.3) and
+FairBatching (arXiv 2510.14392), with their linear term in tokens replaced by one constant a
+compiled shape.  `jaxserve.lab` measures and fits it; a warm-up alone gives the constants.
+"""
+
+import bisect
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
+
+MAX_CORRECTION = math.log(4.0)  # of the logarithm of a prediction, either way
+_OUTLIER = 0.25  # a surprise counts as at most this (in logarithms): a pause is not a trend
+_COMMON_RATE, _BUCKET_RATE = 0.02, 0.05
+
+
+class StepShape(NamedTuple):
+    """All that the time of a step depends on."""
+
+    bucket: int  # T: tokens of the backbone program
+    tokens: int  # real ones
+    rows: int  # R: rows of the sampling program; 0 when no row samples
+    sampler: str  # none | greedy | random | full
+    singles: int  # rows with one token
+    single_context: int  # sum of their contexts, the token itself included
+    chunks: int  # rows with more tokens
+    chunk_pairs: int  # sum of their query-key pairs, see `pairs`
+
+
+def pairs(start: int, num_tokens: int) -> int:
+    """Query-key pairs of `num_tokens` tokens after `start` computed ones."""
+    return num_tokens * start + num_tokens * (num_tokens + 1) // 2
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CostModel:
+    """Seconds, all of them at least 0; see the formula above.  Sizes ascend.
+
+    Raises ValueError for tables that do not fit each other.
+    """
+
+    tokens: tuple[int, ...]
+    program: tuple[float, ...]  # of each token bucket, attention apart
+    rows: tuple[int, ...] = ()
+    # Sampler -> logits and sampling of each row bucket.
+    sampling: Mapping[str, tuple[float, ...]] = dataclasses.field(
+        default_factory=dict[str, tuple[float, ...]]
+    )
+    single: float = 0.0  # a row of one token
+    single_context: float = 0.0  # a token of its context
+    chunk: float = 0.0  # a row of more tokens
+    chunk_pair: float = 0.0
+    host: float = 0.0  # host time of a step, beside the device's
+    host_row: float = 0.0  # and of each of its rows
+
+    def __post_init__(self) -> None:
+        if not self.tokens or list(self.tokens) != sorted(set(self.tokens)):
+            raise ValueError(f"token buckets must ascend: {self.tokens}")
+        if list(self.rows) != sorted(set(self.rows)):
+            raise ValueError(f"row buckets must ascend: {self.rows}")
+        lists = {"program": (self.tokens, self.program)}
+        lists |= {f"sampling {kind}": (self.rows, row) for kind, row in self.sampling.items()}
+        for name, (sizes, seconds) in lists.items():
+            if len(sizes) != len(seconds):
+                raise ValueError(f"{name} has {len(seconds)} costs for {len(sizes)} buckets")
+        numbers = [x for _, seconds in lists.values() for x in seconds]
+        numbers += [self.single, self.single_context, self.chunk, self.chunk_pair]
+        numbers += [self.host, self.host_row]
+        if not all(0.0 <= x < math.inf for x in numbers) or not all(x > 0 for x in self.program):
+            raise ValueError("costs must be finite seconds, of programs above 0")
+
+    def program_s(self, bucket: int) -> float:
+        """Of a token bucket; of one that was not measured, on the line through its neighbours."""
+        return _on_line(self.tokens, self.program, bucket)
+
+    def sampling_s(self, sampler: str, rows: int) -> float:
+        """Logits and sampling of a row bucket; "full" serves what has no program of its own."""
+        if not rows or not self.rows:
+            return 0.0
+        known = self.sampling
+        seconds = known.get(sampler) or known.get("full") or known.get("greedy")
+        return _on_line(self.rows, seconds, rows) if seconds else 0.0
+
+    def attention_s(self, shape: StepShape) -> float:
+        """What depends on the requests of a step and not on its programs."""
+        return (
+            self.single * shape.singles
+            + self.single_context * shape.single_context
+            + self.chunk * shape.chunks
+            + self.chunk_pair * shape.chunk_pairs
+        )
+
+    def predict(self, shape: StepShape) -> float:
+        """Seconds that the device is busy with a step."""
+        return (
+            self.program_s(shape.bucket)
+            + self.sampling_s(shape.sampler, shape.rows)
+            + self.attention_s(shape)
+        )
+
+    def host_s(self, rows: int) -> float:
+        """Of a step of `rows` rows."""
+        return self.host + self.host_row * rows
+
+
+class OnlineCosts:
+    """A model, and a factor a token bucket that follows what steps really took.
+
+    The logarithm of a factor moves by a small part of each surprise, cut at a quarter: a pause of
+    the machine moves it hardly, a lasting change is learnt within a hundred steps.
+    """
+
+    def __init__(self, model: CostModel) -> None:
+        self.model = model
+        self._common = 0.0
+        self._own: dict[int, float] = {}
+
+    def factor(self, bucket: int) -> float:
+        """What predictions of this bucket are multiplied by."""
+        log = self._common + self._own.get(bucket, 0.0)
+        return math.exp(max(-MAX_CORRECTION, min(MAX_CORRECTION, log)))
+
+    def predict(self, shape: StepShape) -> float:
+        """Seconds of a step, corrected."""
+        return self.model.predict(shape) * self.factor(shape.bucket)
+
+    def programs(self, sizes: tuple[int, ...]) -> dict[int, float]:
+        """Corrected seconds of the program of each token bucket."""
+        return {size: self.model.program_s(size) * self.factor(size) for size in sizes}
+
+    def observe(self, shape: StepShape, predicted: float, seconds: float) -> None:
+        """A step for which `predicted` was promised took `seconds`; nothing is learnt from 0."""
+        if seconds <= 0.0 or predicted <= 0.0:
+            return
+        surprise = max(-_OUTLIER, min(_OUTLIER, math.log(seconds / predicted)))
+        limit = MAX_CORRECTION
+        self._common = max(-limit, min(limit, self._common + _COMMON_RATE * surprise))
+        own = self._own.get(shape.bucket, 0.0) + _BUCKET_RATE * surprise
+        self._own[shape.bucket] = max(-limit, min(limit, own))
+
+
+def _on_line(sizes: tuple[int, ...], values: tuple[float, ...], size: int) -> float:
+    """The value at `size`, on the line through the sizes around it; never below the first's share
+    nor below 0."""
+    at = bisect.bisect_left(sizes, size)
+    if at < len(sizes) and sizes[at] == size:
+        return values[at]
+    if len(sizes) == 1 or at == 0:
+        return values[0] * max(1.0, size / sizes[0])
+    at = min(at, len(sizes) - 1)
+    low, high = sizes[at - 1], sizes[at]
+    slope = max(0.0, (values[at] - values[at - 1]) / (high - low))
+    return values[at - 1] + slope * (size - low)

@@ -1,0 +1,106 @@
+"""Laws of the cost model and of its correction."""
+
+import math
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxserve.costs import MAX_CORRECTION, CostModel, OnlineCosts, StepShape, pairs
+
+MODEL = CostModel(
+    tokens=(8, 16, 64),
+    program=(0.004, 0.006, 0.02),
+    rows=(4, 8),
+    sampling={"greedy": (0.001, 0.002), "full": (0.005, 0.009)},
+    single=1e-5,
+    single_context=1e-6,
+    chunk=2e-4,
+    chunk_pair=1e-8,
+    host=1e-3,
+    host_row=1e-5,
+)
+
+
+def shape(**parts) -> StepShape:
+    neutral = StepShape(8, 8, 0, "none", 0, 0, 0, 0)
+    return neutral._replace(**parts)
+
+
+@given(st.integers(0, 300), st.lists(st.integers(1, 40), min_size=1, max_size=6))
+def test_pairs_do_not_depend_on_how_a_prompt_is_cut(start: int, cuts: list[int]):
+    at, total = start, 0
+    for size in cuts:
+        total += pairs(at, size)
+        at += size
+    assert total == pairs(start, sum(cuts)) == sum(range(start + 1, at + 1))
+
+
+def test_a_prediction_is_the_sum_of_its_parts():
+    step = shape(
+        bucket=16, rows=8, sampler="full", singles=5, single_context=900, chunks=1, chunk_pairs=4000
+    )
+    assert MODEL.predict(step) == pytest.approx(
+        0.006 + 0.009 + 5e-5 + 900e-6 + 2e-4 + 4000e-8, rel=1e-12
+    )
+    assert MODEL.predict(shape()) == 0.004
+    assert MODEL.host_s(10) == pytest.approx(1.1e-3)
+
+
+def test_a_sampler_without_a_program_of_its_own_costs_what_serves_it():
+    assert MODEL.sampling_s("random", 4) == MODEL.sampling_s("full", 4) == 0.005
+    assert MODEL.sampling_s("greedy", 6) == pytest.approx(0.0015)
+    assert CostModel((8,), (1.0,)).sampling_s("greedy", 8) == 0
+
+
+@given(st.integers(1, 500), st.integers(1, 500))
+def test_a_larger_program_never_counts_as_cheaper_between_and_beyond_the_measured(a: int, b: int):
+    low, high = sorted((a, b))
+    assert MODEL.program_s(low) <= MODEL.program_s(high)
+    assert MODEL.program_s(16) == 0.006 and MODEL.program_s(40) == pytest.approx(0.013)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"tokens": ()},
+        {"tokens": (16, 8)},
+        {"program": (1.0,)},
+        {"program": (0.0, 1.0)},
+        {"program": (math.nan, 1.0)},
+        {"single": -1.0},
+        {"host": math.inf},
+        {"rows": (4,), "sampling": {"greedy": ()}},
+    ],
+)
+def test_tables_that_cannot_be_are_refused(wrong: dict):
+    with pytest.raises(ValueError):
+        CostModel(**{"tokens": (8, 16), "program": (1.0, 2.0)} | wrong)
+
+
+def test_a_lasting_change_is_learnt_and_a_pause_is_not():
+    costs, rng = OnlineCosts(MODEL), random.Random(5)
+    truth = {8: 1.4, 16: 1.0, 64: 0.8}
+    for _ in range(2000):
+        step = shape(bucket=rng.choice((8, 16, 64)))
+        real = MODEL.predict(step) * truth[step.bucket] * math.exp(rng.gauss(0, 0.02))
+        if rng.random() < 0.01:
+            real *= 50  # the machine paused
+        costs.observe(step, costs.predict(step), real)
+    for bucket, factor in truth.items():
+        assert costs.factor(bucket) == pytest.approx(factor, rel=0.05)
+    assert costs.programs((8, 16, 64)) == {
+        size: MODEL.program_s(size) * costs.factor(size) for size in (8, 16, 64)
+    }
+
+
+@settings(derandomize=True)
+@given(st.lists(st.tuples(st.sampled_from((8, 16)), st.floats(0, 1e9)), max_size=400))
+def test_a_correction_is_bounded(steps: list[tuple[int, float]]):
+    costs = OnlineCosts(MODEL)
+    for bucket, seconds in steps:
+        step = shape(bucket=bucket)
+        costs.observe(step, costs.predict(step), seconds)
+    for bucket in (8, 16, 64):
+        assert abs(math.log(costs.factor(bucket))) <= MAX_CORRECTION
