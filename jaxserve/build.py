@@ -20,6 +20,7 @@ from jaxserve.engine import Engine, ModelLimits
 from jaxserve.metrics import StepRecord
 from jaxserve.runner import allocator, compile_cache, compile_watch, memory, warmup
 from jaxserve.runner.device_step import DeviceStep
+from jaxserve.runner.dtypes import default_dtype
 from jaxserve.runner.model_runner import ModelRunner
 from jaxserve.runner.programs import compile_programs
 from jaxserve.runner.sharding import ONE_DEVICE, Sharding, device_bytes
@@ -31,7 +32,6 @@ from model_zoo.weights import load_module, open_checkpoint
 from model_zoo.weights.fill import with_kv_copies
 from pallas_kernels.ragged_paged_attention.api import kv_shape, unsupported_device
 
-DEFAULT_DTYPE = "bfloat16"  # of model.dtype "auto"
 Log = Callable[[str], None]
 
 
@@ -159,13 +159,15 @@ def plan(
     where: Any = "",
     sharding: Sharding = ONE_DEVICE,
 ) -> Plan:
-    """What `config` comes to with a model of this config.json; touches no device and no file.
+    """What `config` comes to with a model of this config.json; touches no file, and of
+    devices only their platform.
 
     `pool_gib`: GiB for the KV pool where `config` names neither blocks nor memory; 0: what a CPU
     gets.  Raises ValueError when model and config do not go together, naming the model's place
     `where`.
     """
-    dtype = DEFAULT_DTYPE if config.model.dtype == "auto" else config.model.dtype
+    platform = sharding.device.platform
+    dtype = default_dtype(platform) if config.model.dtype == "auto" else config.model.dtype
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, dtype=dtype))
     asked = config.model.max_len  # what was not asked for is not stretched
     family, stored = registry.configure(hf_config, dtype, max_len=asked, where=where)
@@ -175,7 +177,8 @@ def plan(
     if pool_gib and not config.cache.memory_gib:
         cache = dataclasses.replace(config.cache, memory_gib=pool_gib)
         config = dataclasses.replace(config, cache=cache)
-    config = resolve(config, max_len, block_bytes)
+    single = platform == "cpu" and dtype == "float32"
+    config = resolve(config, max_len, block_bytes, single=single)
     stored = family.config_from_hf(hf_config, dtype=dtype, max_len=config.model.max_len)
     model_config = with_kv_copies(stored, copies)
     module = nnx.eval_shape(lambda: family.module(model_config, nnx.Rngs(0)))

@@ -10,12 +10,14 @@ DEFAULT_MEMORY_GIB = 2.0  # KV pool where nothing is configured and nothing was 
 GIB = 1 << 30
 
 
-def token_buckets(budget: int, max_seqs: int, given: tuple[int, ...] = ()) -> tuple[int, ...]:
+def token_buckets(
+    budget: int, max_seqs: int, given: tuple[int, ...] = (), *, single: bool = False
+) -> tuple[int, ...]:
     """Token buckets, ascending; the last equals `budget` whatever it is.
 
     Without `given`: 8, 16, 24, 32, 48, 64, 96, ... (steps of at most 1.5 above 16) where steps of
     decodes alone live, up to `max_seqs`, and doubling above, where the scheduler snaps chunks to
-    the bucket.  `given` is cut at the budget, and the budget added.
+    the bucket; `single`: 1 as well.  `given` is cut at the budget, and the budget added.
     """
     if given:
         return tuple(sorted({min(size, budget) for size in given} | {budget}))
@@ -25,23 +27,30 @@ def token_buckets(budget: int, max_seqs: int, given: tuple[int, ...] = ()) -> tu
             sizes.append(power * 3 // 2)
         power *= 2
         sizes.append(power)
+    sizes = [1] * single + sizes
     return tuple(size for size in sizes if size < budget) + (budget,)
 
 
-def row_buckets(max_seqs: int, given: tuple[int, ...] = ()) -> tuple[int, ...]:
-    """Buckets of sampled rows, ascending; the last equals `max_seqs`: 8, 16, 32, ..."""
+def row_buckets(
+    max_seqs: int, given: tuple[int, ...] = (), *, single: bool = False
+) -> tuple[int, ...]:
+    """Buckets of sampled rows, ascending; the last equals `max_seqs`: 8, 16, 32, ...; `single`:
+    1 as well."""
     if given:
         return tuple(sorted({min(size, max_seqs) for size in given} | {max_seqs}))
-    doubling = (SMALLEST << power for power in range(max_seqs.bit_length()))
-    return tuple(size for size in doubling if size < max_seqs) + (max_seqs,)
+    sizes = [1] * single + [SMALLEST << power for power in range(max_seqs.bit_length())]
+    return tuple(size for size in sizes if size < max_seqs) + (max_seqs,)
 
 
-def resolve(config: EngineConfig, model_max_len: int, kv_bytes_per_block: int) -> EngineConfig:
+def resolve(
+    config: EngineConfig, model_max_len: int, kv_bytes_per_block: int, *, single: bool = False
+) -> EngineConfig:
     """A config in which nothing is left to derive.
 
     `model_max_len`: tokens the model was trained for.  `kv_bytes_per_block`: KV of
-    `cache.block_size` tokens.  `max_seqs` is cut to the budget, so that every running request can
-    get a token in every step.  Raises ValueError for settings that contradict each other.
+    `cache.block_size` tokens.  `single`: a program of one token or row is much faster than one of
+    eight.  `max_seqs` is cut to the budget, so that every running request can get a token in every
+    step.  Raises ValueError for settings that contradict each other.
     """
     block_size = config.cache.block_size
     max_len = config.model.max_len or model_max_len
@@ -66,8 +75,10 @@ def resolve(config: EngineConfig, model_max_len: int, kv_bytes_per_block: int) -
         buckets = BucketConfig(tokens=(rules.token_budget,), rows=(rules.max_seqs,))
     else:
         buckets = BucketConfig(
-            tokens=token_buckets(rules.token_budget, rules.max_seqs, config.buckets.tokens),
-            rows=row_buckets(rules.max_seqs, config.buckets.rows),
+            tokens=token_buckets(
+                rules.token_budget, rules.max_seqs, config.buckets.tokens, single=single
+            ),
+            rows=row_buckets(rules.max_seqs, config.buckets.rows, single=single),
         )
     return dataclasses.replace(
         config,

@@ -19,6 +19,7 @@ from jaxserve.config import (
     SamplingConfig,
     SchedulerConfig,
 )
+from jaxserve.runner import dtypes
 from jaxserve.runner.sharding import Sharding
 from model_zoo.weights import open_checkpoint
 from tests.equivalence.rig import write_tokenizer
@@ -90,9 +91,39 @@ def test_config_says_what_settings_come_to(folder: Path, capsys, monkeypatch) ->
     lines = text.splitlines()
     assert f"num_blocks = 0  # here: {plan.config.cache.num_blocks}" in lines
     assert "max_len = 0  # here: 256" in lines
-    assert f'dtype = "auto"  # here: "{build.DEFAULT_DTYPE}"' in lines
+    assert f'dtype = "auto"  # here: "{dtypes.default_dtype("cpu")}"' in lines
     assert "# block table: 16 rows of 8 blocks" in lines
-    assert "#   backbone: 8, 16" in lines
+    assert f"#   backbone: {', '.join(map(str, plan.config.buckets.tokens))}" in lines
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tokens", "rows"),
+    [("float32", (1, 8, 16), (1, 8, 16)), ("bfloat16", (8, 16), (8, 16))],
+)
+def test_float32_on_a_cpu_has_programs_of_one_token(
+    folder: Path, dtype: str, tokens: tuple[int, ...], rows: tuple[int, ...]
+) -> None:
+    """A product with one row reads the weights once; with two to eight rows it takes double."""
+    config = EngineConfig(
+        model=ModelConfig(name=str(folder), dtype=dtype), scheduler=SchedulerConfig(token_budget=16)
+    )
+    buckets = build.plan(config, open_checkpoint(folder).hf_config).config.buckets
+    assert (buckets.tokens, buckets.rows) == (tokens, rows)
+
+
+@pytest.mark.parametrize(
+    ("facts", "has"),
+    [
+        ("processor : 0\nflags\t\t: fpu avx2 avx512f avx512_bf16\n", True),
+        ("flags : fpu amx_bf16 amx_tile\n", True),
+        ("Features\t: fp asimd i8mm bf16\n", True),
+        ("flags : fpu avx2 avx512f avx512bw\nbugs : avx512_bf16\n", False),
+        ("", False),
+    ],
+)
+def test_a_cpu_without_bfloat16_arithmetic_takes_float32(facts: str, *, has: bool) -> None:
+    assert dtypes.has_bfloat16(facts) is has
+    assert dtypes.default_dtype("tpu") == dtypes.default_dtype("gpu") == "bfloat16"
 
 
 def test_settings_that_the_model_contradicts_are_bad_usage(folder: Path, capsys) -> None:
