@@ -134,7 +134,15 @@ def _device(assembly: "Assembly") -> dict[str, Any]:
         "compile_s": runner.manifest.compile_s,
         "startup": assembly.startup,
         "peak_rss_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / _KIB_PER_MB,
+        "peak_device_mb": _peak_device_mb(),
     }
+
+
+def _peak_device_mb() -> float | None:
+    """Most bytes in use on one device; None where it does not tell, as a CPU."""
+    jax = sys.modules.get("jax")
+    stats = jax.local_devices()[0].memory_stats() if jax else None
+    return stats["peak_bytes_in_use"] / 1e6 if stats and "peak_bytes_in_use" in stats else None
 
 
 def _save(path: Path, outputs: list[tuple[int, ...]]) -> None:

@@ -39,10 +39,11 @@ class Prefixes:
         while len(self._steps) > _REMEMBERED:
             self._steps.popitem(last=False)
         cached = request.num_cached // self._block_size
-        rounded = found % self._hit_blocks if cached == found - found % self._hit_blocks else 0
-        parts = (shared - max(found, cached), max(0, found - cached - rounded), rounded)
-        same_time, evicted, rounded = (part * self._block_size for part in parts)
-        return max(0, same_time), evicted, rounded
+        usable = shared - shared % self._hit_blocks
+        found = min(found, usable) - min(found, usable) % self._hit_blocks
+        parts = (usable - max(found, cached), found - cached, shared - usable)
+        same_time, evicted, rounded = (max(0, part) * self._block_size for part in parts)
+        return same_time, evicted, rounded
 
     def computed(self, request: Request, start: int, end: int, step: int) -> None:
         """A chunk of `request` is done."""

@@ -24,7 +24,7 @@ from jaxserve.request import Output, Request, Status
 if TYPE_CHECKING:
     from jaxserve.build import Assembly
 
-_REMEMBERED = 4096  # requests that ended: whether they still get tokens
+_REMEMBERED = 4096  # requests that were ended from outside: whether they still get tokens
 
 
 class Recorder:
@@ -51,7 +51,11 @@ class Recorder:
             self._open[request.number] = _Open(request)
 
     def ended(self, request: Request) -> None:
-        self._end(request, self._clock())
+        now = self._clock()
+        self._ended[request.number] = now
+        if len(self._ended) > _REMEMBERED:
+            self._ended.popitem(last=False)
+        self._end(request, now)
 
     def landed(self, flight: Flight, record: StepRecord, outputs: Sequence[Output]) -> None:
         plan = flight.plan
@@ -84,9 +88,6 @@ class Recorder:
 
     def _end(self, request: Request, now: float) -> None:
         self._partial.pop(request.number, None)
-        self._ended[request.number] = now
-        if len(self._ended) > _REMEMBERED:
-            self._ended.popitem(last=False)
         known = self._open.pop(request.number, None)
         if known is not None:
             self._write(known.row(self._start, _micro(now - self._start)))
@@ -107,12 +108,12 @@ class Recorder:
                 self._partial[request.number] = end
         return blocks + sum(-(-end // size) for end in self._partial.values())
 
-    def _late(self, flight: Flight, planned_at: float, dropped: int) -> int:
-        plan = flight.plan
+    def _late(self, flight: Flight, planned_at: float) -> int:
+        ended, plan = self._ended, flight.plan
+        if not ended:
+            return 0
         given = [(chunk.request, chunk.num_tokens) for chunk in plan.chunks]
-        if dropped:
-            given += [(request, 1) for request in plan.decodes.requests]
-        ended = self._ended
+        given += [(request, 1) for request in plan.decodes.requests]
         return sum(n for r, n in given if ended.get(r.number, planned_at) < planned_at)
 
     def _step(self, flight: Flight, record: StepRecord, live: int) -> Step:
@@ -145,7 +146,7 @@ class Recorder:
             preempted=tuple(request.number for request in plan.preempted),
             admitted=tuple(request.number for request in plan.admitted),
             hit=r.hit_tokens,
-            late=self._late(flight, r.planned_at, r.dropped_tokens),
+            late=self._late(flight, r.planned_at),
         )
 
 
@@ -219,9 +220,16 @@ def recording_of(
 ) -> contextlib.AbstractContextManager[None]:
     """`recording` of an assembled engine."""
     runner = assembly.runner
-    facts = {"startup_s": assembly.startup, "compile_s": runner.manifest.compile_s}
+    facts: dict[str, Any] = {"startup_s": assembly.startup, "compile_s": runner.manifest.compile_s}
+    if (state := getattr(runner, "state", None)) is not None:
+        facts["kv_bytes"] = sum(array.nbytes for array in _arrays(state.kv))
     header = header_of(assembly.engine, runner.manifest.table(), _device(), **facts)
     return recording(assembly.engine, header, record, trace_out)
+
+
+def _arrays(tree: Any) -> list[Any]:
+    jax = sys.modules.get("jax")
+    return [] if jax is None else jax.tree.leaves(tree)
 
 
 def _device() -> str:

@@ -8,6 +8,7 @@ import numpy as np
 from jaxserve.batch.buckets import resolve
 from jaxserve.batch.step import Batch, StepResult
 from jaxserve.config import EngineConfig
+from jaxserve.costs import CostModel
 from jaxserve.engine import Engine, ModelLimits
 from jaxserve.lab import trace
 from jaxserve.lab.record import Recording, header_of
@@ -66,6 +67,7 @@ class Rig:
         *,
         seconds: Callable[[Batch], float] = affine,
         max_len: int = 1000,
+        costs: CostModel | None = None,
     ) -> None:
         self.clock = Clock()
         self.config = resolve(config, max_len, 1)
@@ -75,6 +77,8 @@ class Rig:
         self.engine = Engine(
             self.config, self.runner, limits, clock=self.clock, on_step=self.records.append
         )
+        if costs is not None:
+            self.engine.set_costs(costs, follow=False)
         header = header_of(self.engine, [], "virtual")
         self.path = path
         self.recording = Recording(path, self.engine, header, clock=self.clock)
