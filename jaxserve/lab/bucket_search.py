@@ -4,12 +4,13 @@ A step of n tokens runs in the smallest bucket that holds it, unless `snap.token
 last chunk down to the next smaller one; the tokens cut cost, in the next step, what they lengthen
 its decodes.  Going through a set from its smallest bucket up, everything about a step of at most b
 tokens is known once all buckets up to b are: its cost depends on those alone.  So sets grow bucket
-by bucket, and the cost so far never changes (`_Search.added`).
+by bucket, and the cost so far never changes (`Search.added`).
 
-Were only neighbouring buckets involved, a table over (bucket, how many more) would do.  What a cut
-costs later involves smaller ones too, so that table is made with this part at its least
-(`_Search.bound`): it bounds from below what a set can still cost, and the sets are searched in the
-order of cost so far plus bound (A*).  The first complete set taken out is a best one.
+Were only neighbouring buckets involved, a table over (two buckets, how many more) would do.  What a
+cut costs later can involve smaller ones too, so that table is made with this part at its least
+(`Search.bound`): it bounds from below what a set can still cost, and the sets are searched in the
+order of cost so far plus bound (A*), beginning with what a local search finds.  The first complete
+set taken out is a best one.  A search that takes too long ends with what it has and its bound.
 """
 
 import dataclasses
@@ -23,7 +24,8 @@ from jaxserve.lab.demand import Demand
 from jaxserve.scheduler import snap
 from jaxserve.scheduler.snap import CostTable
 
-MOST_SETS = 30_000  # partial sets looked at before the search settles for what it has
+MOST_SETS = 400  # partial sets taken out before the search settles for what it has
+_NEAR = 3  # candidates to each side that the local search tries for a bucket
 
 type Allowed = Callable[[Sequence[int]], bool]  # of a set; what it refuses, it refuses of more
 
@@ -55,25 +57,11 @@ def seconds(demands: Mapping[Demand, int], table: CostTable) -> float:
     return sum(count * step_seconds(demand, table) for demand, count in demands.items())
 
 
-def best_sets(
-    demands: Mapping[Demand, int],
-    candidates: Sequence[int],
-    cost: Callable[[int], float],
-    most: int,
-    allowed: Allowed = lambda sizes: True,
-) -> list[Best]:
-    """The best sets of at most 1, 2, ... `most` of the `candidates`, the last of which, the token
-    budget, is in every set and holds every demand.
-
-    `cost`: seconds of a step in a bucket; a larger bucket counts as at least as dear.  A number of
-    buckets for which `allowed` leaves no set is left out.
+class Search:
+    """Of buckets among `candidates`, the last of which, the token budget, is in every set and holds
+    every demand.  `cost`: seconds of a step in a bucket; a larger one counts as at least as dear.
     """
-    search = _Search(demands, candidates, cost)
-    found = [search.best(number, allowed) for number in range(1, most + 1)]
-    return [best for best in found if best is not None]
 
-
-class _Search:
     def __init__(
         self,
         demands: Mapping[Demand, int],
@@ -92,6 +80,17 @@ class _Search:
         self._ends = np.searchsorted(tokens, self.sizes, side="right").tolist()
         self._edges = self._least()
         self._bounds: list[np.ndarray] = []
+        self._added: dict[tuple[int, ...], float] = {}
+
+    def best_sets(self, most: int, allowed: Allowed = lambda sizes: True) -> list[Best]:
+        """The best sets of at most 1, 2, ... `most` buckets; a number for which `allowed` leaves
+        no set is left out."""
+        found: list[Best] = []
+        for number in range(1, most + 1):
+            best = self.best(number, allowed, found[-1].sizes if found else ())
+            if best is not None:
+                found.append(best)
+        return found
 
     def table(self, sizes: Sequence[int]) -> CostTable:
         costs = tuple(self.costs[self._at[size]] for size in sizes)
@@ -99,33 +98,37 @@ class _Search:
 
     def added(self, sizes: tuple[int, ...]) -> float:
         """Seconds of the steps that only the last of `sizes` holds."""
+        if sizes in self._added:
+            return self._added[sizes]
         first = self._ends[self._at[sizes[-2]]] if len(sizes) > 1 else 0
         last = self._ends[self._at[sizes[-1]]]
         table = self.table(sizes)
-        return sum(count * step_seconds(d, table) for d, count in self._demands[first:last])
+        total = sum(count * step_seconds(d, table) for d, count in self._demands[first:last])
+        self._added[sizes] = total
+        return total
 
     def bound(self, more: int) -> np.ndarray:
-        """[candidates + 1]: the least that the steps above a candidate (entry 0: all steps) cost
-        with at most `more` further buckets."""
+        """[lower, last]: the least that the steps above bucket `last` cost with at most `more`
+        further buckets, where `lower` is the bucket below `last`; entry 0 is none, entry i
+        candidate i - 1."""
+        count = len(self.sizes)
         while len(self._bounds) <= more:
             if not self._bounds:
-                start = np.full(len(self.sizes) + 1, math.inf)
-                start[-1] = 0.0
+                start = np.full((count + 1, count + 1), math.inf)
+                start[:, -1] = 0.0
                 self._bounds.append(start)
-            else:
-                step = (self._edges + self._bounds[-1][None, :]).min(axis=1)
-                self._bounds.append(np.minimum(self._bounds[-1], step))
+                continue
+            before = self._bounds[-1]
+            least = (self._edges + before[None, :, :]).min(axis=2)
+            self._bounds.append(np.minimum(before, least))
         return self._bounds[more]
 
-    def best(self, number: int, allowed: Allowed) -> Best | None:
-        """Of at most `number` buckets."""
+    def best(self, number: int, allowed: Allowed, known: tuple[int, ...] = ()) -> Best | None:
+        """Of at most `number` buckets; `known`: a good set of fewer, or ()."""
         top = self.sizes[-1]
-        found, found_s = None, math.inf
-        for sizes in self._guesses(number):
-            if allowed(sizes) and (total := self._whole(sizes)) < found_s:
-                found, found_s = sizes, total
-        queue: list[tuple[float, tuple[int, ...], float]] = [(self.bound(number)[0], (), 0.0)]
-        lowest = queue[0][0]
+        found, found_s = self._local(number, allowed, known)
+        lowest = float(self.bound(number)[0, 0])
+        queue: list[tuple[float, tuple[int, ...], float]] = [(lowest, (), 0.0)]
         for _ in range(MOST_SETS):
             if not queue:
                 lowest = found_s
@@ -134,57 +137,103 @@ class _Search:
             if lowest >= found_s:
                 lowest = found_s
                 break
-            first = self._at[sizes[-1]] + 1 if sizes else 0
-            left = number - len(sizes) - 1
-            bound = self.bound(left)
-            for at in range(first, len(self.sizes)):
-                if bound[at + 1] == math.inf or so_far + self._edges[first, at + 1] >= found_s:
+            below, last = self._places(sizes)
+            bound = self.bound(number - len(sizes) - 1)[last]
+            for at in range(last, len(self.sizes)):
+                least = so_far + self._edges[below, last, at + 1] + bound[at + 1]
+                if least >= found_s:
                     continue
                 larger = (*sizes, self.sizes[at])
-                ends = larger if larger[-1] == top else (*larger, top)
-                if not allowed(ends):
+                if not allowed(larger if larger[-1] == top else (*larger, top)):
                     continue
                 total = so_far + self.added(larger)
                 if larger[-1] == top and total < found_s:
                     found, found_s = larger, total
                 elif larger[-1] != top and total + bound[at + 1] < found_s:
-                    heapq.heappush(queue, (total + bound[at + 1], larger, total))
+                    heapq.heappush(queue, (total + float(bound[at + 1]), larger, total))
         return None if found is None else Best(found, found_s, min(lowest, found_s))
+
+    def _places(self, sizes: Sequence[int]) -> tuple[int, int]:
+        """Entries of the last two of `sizes` in tables that begin with none."""
+        below = self._at[sizes[-2]] + 1 if len(sizes) > 1 else 0
+        return below, self._at[sizes[-1]] + 1 if sizes else 0
 
     def _whole(self, sizes: tuple[int, ...]) -> float:
         return sum(self.added(sizes[: count + 1]) for count in range(len(sizes)))
 
-    def _guesses(self, number: int) -> list[tuple[int, ...]]:
-        """Sets to begin with: that of the bound, and the budget alone."""
-        at, sizes = 0, list[int]()
+    def _local(
+        self, number: int, allowed: Allowed, known: tuple[int, ...]
+    ) -> tuple[tuple[int, ...] | None, float]:
+        """A good set of at most `number` buckets, from which no single bucket can be moved a little
+        to the better; None when nothing tried is allowed."""
+        tried: set[tuple[int, ...]] = set()
+        found, found_s = None, math.inf
+
+        def better(sizes: set[int]) -> bool:
+            nonlocal found, found_s
+            ordered = tuple(sorted(sizes))
+            if len(ordered) > number or ordered in tried or not allowed(ordered):
+                return False
+            tried.add(ordered)
+            total = self._whole(ordered)
+            if total >= found_s:
+                return False
+            found, found_s = ordered, total
+            return True
+
+        better({self.sizes[-1]})
+        better(set(self._guess(number)))
+        if known:
+            for size in self.sizes:
+                better({*known, size})
+        moved = found is not None
+        while moved:
+            moved = False
+            for size in (found or ())[:-1]:
+                at = self._at[size]
+                for other in self.sizes[max(0, at - _NEAR) : at + _NEAR + 1]:
+                    moved |= better({*(found or ()), other} - {size})
+        return found, found_s
+
+    def _guess(self, number: int) -> tuple[int, ...]:
+        """The set of the bound."""
+        below = last = 0
+        sizes = list[int]()
         for more in range(number - 1, -1, -1):
-            if at == len(self.sizes):
+            if last == len(self.sizes):
                 break
-            at = int((self._edges[at] + self.bound(more)).argmin())
-            sizes.append(self.sizes[at - 1])
-        return [tuple(sizes), self.sizes[-1:]]
+            following = int((self._edges[below, last] + self.bound(more)[last]).argmin())
+            sizes.append(self.sizes[following - 1])
+            below, last = last, following
+        return tuple(sizes)
 
     def _least(self) -> np.ndarray:
-        """[from, to]: the least that the steps above candidate `from` - 1 and not above `to` - 1
-        cost in a set where those two are neighbours; infinite where `to` is not above `from`."""
+        """[below, from, to]: the least that the steps above bucket `from` and not above bucket `to`
+        cost in a set in which the three are neighbours; infinite where they do not ascend.
+
+        Of a step cut down to `from`, the decodes and the tokens cut from it (its next step) may
+        fall into the same bucket, and then cost nothing more: surely when the decodes alone are
+        above `below`.  When only both together are, they cost `from` instead of at most `below`.
+        """
         count = len(self.sizes)
-        edges = np.full((count + 1, count + 1), math.inf)
+        edges = np.full((count + 1, count + 1, count + 1), math.inf)
         n, last_chunk, decodes = (
             np.array([demand[part] for demand, _ in self._demands], np.int64) for part in range(3)
         )
         weights = np.array([count for _, count in self._demands], float)
-        sizes, costs = np.array(self.sizes), np.array(self.costs)
-        for low in range(count + 1):
-            first = self._ends[low - 1] if low else 0
-            size = self.sizes[low - 1] if low else 0
-            cut = n[first:] - size
-            # Beside no decode a cut costs a step of its own, beside some perhaps nothing.
-            alone = costs[np.minimum(np.searchsorted(sizes, cut), count - 1)]
-            later = np.where(decodes[first:] > 0, 0.0, alone)
-            may = (cut < last_chunk[first:]) & (decodes[first:] + cut <= size) & (size > 0)
-            lower = np.where(may, (costs[low - 1] if low else 0.0) + later, math.inf)
-            for high in range(low + 1, count + 1):
-                part = slice(0, self._ends[high - 1] - first)
-                least = np.minimum(lower[part], costs[high - 1])
-                edges[low, high] = float((weights[first:][part] * least).sum())
+        sizes, costs = np.array([0, *self.sizes]), np.array([0.0, *self.costs])
+        for last in range(count + 1):
+            first = self._ends[last - 1] if last else 0
+            cut, few = n[first:] - sizes[last], decodes[first:]
+            may = (cut < last_chunk[first:]) & (few + cut <= sizes[last])
+            alone = costs[np.minimum(np.searchsorted(sizes, cut), count)]
+            weight, to = weights[first:], sizes[last + 1 :]
+            inside = np.where(n[first:][None, :] <= to[:, None], weight[None, :], 0.0)
+            for below in range(max(1, last)):
+                apart = costs[last] - np.where(few > 0, costs[below], 0.0)
+                later = np.where(few + cut > sizes[below], apart, np.where(few > 0, 0.0, alone))
+                later = np.where(few > sizes[below], 0.0, later)
+                lower = np.where(may, costs[last] + later, math.inf)
+                least = np.minimum(lower[None, :], costs[last + 1 :, None])
+                edges[below, last, last + 1 :] = (inside * least).sum(axis=1)
         return edges

@@ -72,8 +72,8 @@ class Recorder:
         ends: list[Request] = []
         for output in outputs:
             known = self._open.get(output.request.number)
-            if known is not None:
-                known.count(self._steps, len(output.tokens))
+            if known is not None and output.tokens:  # one at most, in one step
+                known.count(self._steps)
             if output.finish_reason is not None:
                 ends.append(output.request)
         for request in ends:
@@ -158,14 +158,16 @@ class _Open:
         self.missed: tuple[int, int, int] = (0, 0, 0)
         self.computed = self.output = 0
         self._runs: list[list[int]] = []
+        self._next = -1  # the step in which a token would go on with the last run
 
-    def count(self, step: int, tokens: int) -> None:
-        self.output += tokens
-        for _ in range(tokens):
-            if self._runs and sum(self._runs[-1]) == step:
-                self._runs[-1][1] += 1
-            else:
-                self._runs.append([step, 1])
+    def count(self, step: int) -> None:
+        """A token came."""
+        self.output += 1
+        if step == self._next:
+            self._runs[-1][1] += 1
+        else:
+            self._runs.append([step, 1])
+        self._next = step + 1
 
     def row(self, start: float, ended: int | None) -> RequestRow:
         request = self.request

@@ -8,10 +8,11 @@ import numpy as np
 from jaxserve import settings
 from jaxserve.batch import buckets
 from jaxserve.config import EngineConfig
-from jaxserve.costs import CostModel, StepShape, pairs
+from jaxserve.costs import CostModel
 from jaxserve.lab import bucket_search, demand
 from jaxserve.lab.bucket_search import Best
 from jaxserve.lab.demand import Demand
+from jaxserve.lab.shapes import shape
 from jaxserve.lab.trace import Step, Trace
 from jaxserve.scheduler import snap
 
@@ -40,7 +41,7 @@ class BucketSet:
     memory_mib: float
     seconds: float  # device time of all steps
     time_waste: float  # share of it that padding takes
-    proven: bool = True  # no allowed set is better
+    slack: float = 0.0  # share of `seconds`: no allowed set of as many token buckets saves more
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,7 +127,7 @@ class _Judge:
             for (kind, rows), count in self.rows.items()
         )
 
-    def of(self, tokens: tuple[int, ...], rows: tuple[int, ...], proven: bool = True) -> BucketSet:
+    def of(self, tokens: tuple[int, ...], rows: tuple[int, ...], slack_s: float = 0.0) -> BucketSet:
         costs = np.maximum.accumulate([self.prices.token_s(size) for size in tokens])
         table = snap.CostTable(tokens, tuple(costs.tolist()), measured=True)
         padded = bucket_search.seconds(self.demands, table) + self.rows_s(rows)
@@ -139,7 +140,7 @@ class _Judge:
             memory_mib=self.prices.memory_mib(tokens, rows),
             seconds=whole,
             time_waste=max(0.0, padded - self.ideal_s) / whole if whole else 0.0,
-            proven=proven,
+            slack=slack_s / whole if whole else 0.0,
         )
 
 
@@ -193,30 +194,35 @@ def _ladder(judge: _Judge, config: EngineConfig, limits: Limits, most: int) -> l
     prices, rules = judge.prices, config.scheduler
     per_row = len(prices.row_kinds)
     candidates = token_candidates(rules.token_budget, judge.demands, config.buckets.tokens)
+    search = bucket_search.Search(judge.demands, candidates, prices.token_s)
+    free = limits.compile_s is None and limits.memory_mib is None
+    known: list[Best] = []
     found: dict[int, BucketSet] = {}
     sizes = token_candidates(rules.max_seqs, {}, config.buckets.rows)
     for rows in _row_sets(judge, sizes, (most - prices.fixed - 1) // per_row):
-        room = most + MORE - prices.fixed - per_row * len(rows)
-
-        def allowed(tokens: Sequence[int], rows: tuple[int, ...] = rows) -> bool:
-            if limits.compile_s is not None and prices.compile_s(tokens, rows) > limits.compile_s:
-                return False
-            most_mib = limits.memory_mib
-            return most_mib is None or prices.memory_mib(tokens, rows) <= most_mib
-
-        sets: list[Best] = bucket_search.best_sets(
-            judge.demands, candidates, prices.token_s, min(room, len(candidates)), allowed
-        )
-        for best in sets:
-            made = judge.of(best.sizes, rows, best.proven)
-            known = found.get(made.programs)
-            if known is None or made.seconds < known.seconds:
+        room = min(most + MORE - prices.fixed - per_row * len(rows), len(candidates))
+        if not (free and known):  # with the fewest rows there is room for the most tokens
+            known = search.best_sets(room, _within(limits, prices, rows))
+        for best in known[:room] if free else known:
+            made = judge.of(best.sizes, rows, best.seconds - best.bound)
+            rung = found.get(made.programs)
+            if made.programs <= most + MORE and (rung is None or made.seconds < rung.seconds):
                 found[made.programs] = made
     rungs: list[BucketSet] = []
     for _, made in sorted(found.items()):
         if not rungs or made.seconds < rungs[-1].seconds:
             rungs.append(made)
     return rungs
+
+
+def _within(limits: Limits, prices: _Prices, rows: tuple[int, ...]) -> bucket_search.Allowed:
+    def allowed(tokens: Sequence[int]) -> bool:
+        if limits.compile_s is not None and prices.compile_s(tokens, rows) > limits.compile_s:
+            return False
+        most_mib = limits.memory_mib
+        return most_mib is None or prices.memory_mib(tokens, rows) <= most_mib
+
+    return allowed
 
 
 def _row_sets(judge: _Judge, sizes: tuple[int, ...], most: int) -> list[tuple[int, ...]]:
@@ -233,7 +239,8 @@ def _row_sets(judge: _Judge, sizes: tuple[int, ...], most: int) -> list[tuple[in
     def cost(size: int) -> float:
         return judge.prices.row_s(common, size)
 
-    for best in bucket_search.best_sets(demands, sizes, cost, max(1, min(most, len(sizes)))):
+    search = bucket_search.Search(demands, sizes, cost)
+    for best in search.best_sets(max(1, min(most, len(sizes)))):
         if best.sizes not in found:
             found.append(best.sizes)
     return found
@@ -242,16 +249,8 @@ def _row_sets(judge: _Judge, sizes: tuple[int, ...], most: int) -> list[tuple[in
 def _attention(step: Step, model: CostModel | None) -> float:
     if model is None:
         return 0.0
-    long = [(start, n) for _, start, n in step.chunks if n > 1]
-    ones = [start + 1 for _, start, n in step.chunks if n == 1]
-    shape = StepShape(
-        bucket=step.bucket,
-        tokens=step.tokens,
-        rows=step.sampled,
-        sampler=step.sampler,
-        singles=step.decodes + len(ones),
-        single_context=step.context + sum(ones),
-        chunks=len(long),
-        chunk_pairs=sum(pairs(start, n) for start, n in long),
+    chunks = [(start, n) for _, start, n in step.chunks]
+    rows = step.sampled
+    return model.attention_s(
+        shape(step.bucket, step.decodes, step.context, chunks, rows=rows, sampler=step.sampler)
     )
-    return model.attention_s(shape)

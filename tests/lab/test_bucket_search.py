@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.lab import bucket_search, demand
-from jaxserve.lab.bucket_search import best_sets, seconds, step_seconds
+from jaxserve.lab.bucket_search import Search, seconds, step_seconds
 from jaxserve.lab.demand import Demand
 from jaxserve.scheduler import snap
 from jaxserve.scheduler.snap import CostTable
@@ -55,7 +55,7 @@ def brute_force(
 @given(problems())
 def test_no_set_is_better_than_the_one_found(problem):
     demands, candidates, cost = problem
-    found = best_sets(demands, candidates, cost, len(candidates))
+    found = Search(demands, candidates, cost).best_sets(len(candidates))
     least = brute_force(demands, candidates, cost, len(candidates))
     assert len(found) == len(candidates)
     for number, best in enumerate(found, 1):
@@ -83,7 +83,7 @@ def test_the_best_of_the_allowed_sets_is_found(problem, limit: int):
         for s in sets
         if allowed(s)
     ]
-    found = best_sets(demands, candidates, cost, len(candidates), allowed)
+    found = Search(demands, candidates, cost).best_sets(len(candidates), allowed)
     assert bool(found) == bool(totals)
     if totals:
         assert found[-1].seconds == pytest.approx(min(totals), rel=1e-9)
@@ -102,9 +102,9 @@ def test_a_search_that_is_cut_short_says_so_and_names_a_bound(monkeypatch: pytes
     def cost(size: int) -> float:
         return 5 + size
 
-    whole = best_sets(demands, candidates, cost, 4)[-1]
+    whole = Search(demands, candidates, cost).best_sets(4)[-1]
     monkeypatch.setattr(bucket_search, "MOST_SETS", 2)
-    short = best_sets(demands, candidates, cost, 4)[-1]
+    short = Search(demands, candidates, cost).best_sets(4)[-1]
     assert whole.proven and not short.proven
     assert short.bound <= whole.seconds <= short.seconds
 

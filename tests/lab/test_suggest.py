@@ -66,7 +66,7 @@ def full_steps(rig: Rig) -> None:
 def test_a_size_that_is_used_all_the_time_gets_a_bucket(tmp_path: Path):
     found = suggest.suggest(run_of(tmp_path / "t", forty_streams), Limits())
     best = found.best
-    assert best is not None and best.proven and 40 in best.tokens
+    assert best is not None and best.slack < 1e-9 and 40 in best.tokens
     assert found.gain > 0.05 and not found.default_is_as_good
     assert best.time_waste < 0.01 < found.default.time_waste
     assert best.programs <= found.recorded.programs
