@@ -6,8 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from jaxserve.batch.buckets import resolve
 from jaxserve.config import CacheConfig, EngineConfig, RunnerConfig, SchedulerConfig
 from jaxserve.lab import trace
+from jaxserve.lab.prefixes import Prefixes
+from jaxserve.request import Request, SamplingParams
 from jaxserve.scheduler import snap
 from tests.lab.rigs import Rig, prompt
 
@@ -145,3 +148,20 @@ def test_requests_that_have_not_ended_are_in_a_closed_trace(tmp_path: Path):
     (row,) = rig.trace().requests
     assert (row.ended, row.reason) == (None, None) and row.output == 3
     assert rig.engine.observer is None
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_step_knows_nothing_of_results_that_were_under_way_when_it_was_planned(overlap: bool):
+    def request(number: int) -> Request:
+        made = Request(number, prompt(41), 41, SamplingParams())
+        made.digests = [bytes([block]) for block in range(10)]
+        return made
+
+    for later in (1, 2):
+        prefixes = Prefixes(resolve(config(overlap=overlap), 1000, 1))
+        first = request(0)
+        assert prefixes.admitted(first, 0) == (0, 0, 0)
+        prefixes.computed(first, 0, 41, 0)
+        known = later > 1 or not overlap
+        expected = (0, 40, 0) if known else (40, 0, 0)
+        assert prefixes.admitted(request(1), later) == expected
