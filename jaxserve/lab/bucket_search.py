@@ -100,7 +100,8 @@ class Search:
         """Seconds of the steps that only the last of `sizes` holds."""
         if sizes in self._added:
             return self._added[sizes]
-        first = self._ends[self._at[sizes[-2]]] if len(sizes) > 1 else 0
+        below = sizes[-2:-1]
+        first = self._ends[self._at[below[0]]] if below else 0
         last = self._ends[self._at[sizes[-1]]]
         table = self.table(sizes)
         total = sum(count * step_seconds(d, table) for d, count in self._demands[first:last])

@@ -207,7 +207,7 @@ def _result(name: str, runs: list[Run], figures: dict[str, Figure]) -> Result:
     header = first.trace.header
     config = settings.loads(header.config)
     blocks, size = config.cache.num_blocks, config.cache.block_size
-    kv = {"blocks": blocks, "tokens": blocks * size}
+    kv: dict[str, float] = {"blocks": blocks, "tokens": blocks * size}
     if "kv_bytes" in header.facts:
         kv["gib"] = header.facts["kv_bytes"] / (1 << 30)
     reasons = {why for run in runs for why in run.report["budget_unused"]}

@@ -6,6 +6,7 @@ import time
 import types
 
 from jaxserve.cli.main import main
+from jaxserve.costs import CostModel
 from tests.cli import fakes
 
 
@@ -22,6 +23,8 @@ def assemble(config, **options):
 
     runner.dispatch = dispatch
     made.startup["compile"] = 0.25
+    sizes = made.config.buckets.tokens
+    made.engine.set_costs(CostModel(sizes, tuple(20e-6 * size for size in sizes)))
     return made
 
 
