@@ -176,6 +176,42 @@ class MeshConfig:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class ServerConfig:
+    """What `jaxserve serve` takes, and how long it waits.  Beyond the first four: 503."""
+
+    max_queue: int = 1024  # samples that wait for their first token
+    max_queue_tokens: int = 4_000_000  # their prompts together
+    max_connections: int = 4096
+    max_body_bytes: int = 16 << 20
+    max_upload_bytes: int = 512 << 20  # of one file for batches
+    max_header_bytes: int = 32 << 10  # request line and headers, at most 100 of them
+    idle_s: float = 30.0  # a connection that says nothing, a body that does not go on
+    send_s: float = 30.0  # a reader that takes nothing is dropped
+    stream_buffer_bytes: int = 1 << 20  # of one stream; a reader further behind is dropped
+    stall_s: float = 60.0  # an engine that says nothing for so long is stuck; at least four steps
+    grace_s: float = 30.0  # for requests in flight after SIGTERM
+    text_processes: int = 1  # read bodies, run chat templates, tokenise
+    text_s: float = 10.0  # for one body
+
+    def __post_init__(self) -> None:
+        for name in (
+            "max_queue",
+            "max_queue_tokens",
+            "max_connections",
+            "max_body_bytes",
+            "max_upload_bytes",
+            "max_header_bytes",
+            "stream_buffer_bytes",
+            "text_processes",
+        ):
+            _whole(f"server.{name}", getattr(self, name), 1)
+        for name in ("idle_s", "send_s", "text_s"):
+            _number(f"server.{name}", getattr(self, name), 0.01, 1e6)
+        _number("server.stall_s", self.stall_s, 1.0, 1e6)
+        _number("server.grace_s", self.grace_s, 0.0, 1e6)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class EngineConfig:
     """Everything; one section a part of the engine."""
 
@@ -186,3 +222,4 @@ class EngineConfig:
     sampling: SamplingConfig = SamplingConfig()
     runner: RunnerConfig = RunnerConfig()
     mesh: MeshConfig = MeshConfig()
+    server: ServerConfig = ServerConfig()

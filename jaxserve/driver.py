@@ -4,10 +4,9 @@ jobs and bench."""
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from jaxserve.completion import Chunk, Completion, Sample, Timings, Usage
-from jaxserve.engine import Engine
 from jaxserve.request import Output, Request, SamplingParams, TokenLogprobs
 from jaxserve.text.stream import TextStream
 from jaxserve.text.tokenizer import Tokenizer
@@ -75,6 +74,21 @@ class Event(NamedTuple):
     chunk: Chunk
 
 
+class AnyEngine(Protocol):
+    """An `Engine`, in this process or in another."""
+
+    @property
+    def has_work(self) -> bool: ...
+
+    def add(
+        self, prompt: Sequence[int], sampling: SamplingParams, *, priority: int, salt: str
+    ) -> list[Request]: ...
+
+    def finish(self, request: Request, reason: str) -> None: ...
+
+    def step(self) -> list[Output]: ...
+
+
 class Driver:
     """Submit prompts, step, collect.
 
@@ -83,7 +97,7 @@ class Driver:
     """
 
     def __init__(
-        self, engine: Engine, tokenizer: Tokenizer, clock: Callable[[], float] = time.monotonic
+        self, engine: AnyEngine, tokenizer: Tokenizer, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._engine = engine
         self._tokenizer = tokenizer
@@ -101,6 +115,7 @@ class Driver:
         sampling: SamplingParams,
         *,
         priority: int = 0,
+        salt: str = "",
         text: bool = True,
     ) -> Generation:
         """Queues one prompt (token ids) with its n samples.
@@ -108,7 +123,7 @@ class Driver:
         Raises ValueError when it can never run and QueueFull when the queue has no place; then
         nothing is queued. `text=False` skips detokenising, and with it stop strings.
         """
-        requests = self._engine.add(prompt, sampling, priority=priority)
+        requests = self._engine.add(prompt, sampling, priority=priority, salt=salt)
         samples = [
             _Progress(request, self._stream(request) if text else None) for request in requests
         ]

@@ -76,7 +76,7 @@ class Engine:
         self.config = config
         self.stats = Totals()
         self.observer: Observer | None = None
-        self._limits = limits
+        self.limits = limits
         self._runner = runner
         self._clock = clock
         self._on_step = on_step
@@ -137,7 +137,7 @@ class Engine:
         with reason "length" at max_tokens, at the model's length, and where the KV pool ends.
         With prefix caching, samples after the first wait until it has computed the prompt.
         """
-        tokens = admission.check(self.config, self._limits, prompt, sampling)
+        tokens = admission.check(self.config, self.limits, prompt, sampling)
         admission.check_labels(priority, salt)
         most = self.config.scheduler.max_waiting
         if self.num_waiting + sampling.n > most:
@@ -147,7 +147,7 @@ class Engine:
         requests = [
             admission.new_request(
                 self.config,
-                self._limits,
+                self.limits,
                 tokens,
                 sampling,
                 number=first_number + sample,

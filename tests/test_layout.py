@@ -26,6 +26,13 @@ ALLOWED = {
     | {"jaxserve.scheduler", "jaxserve.kv", "jaxserve.batch", "jaxserve.metrics"},
     "jaxserve.text": HOST | {"model_zoo.gguf_header"},
     "jaxserve.completion": HOST,
+    "jaxserve.openai_api": HOST | {"jaxserve.completion", "jaxserve.text"},
+    "jaxserve.server": HOST
+    | {
+        *("jaxserve.completion", "jaxserve.driver", "jaxserve.engine", "jaxserve.metrics"),
+        *("jaxserve.openai_api", "jaxserve.scheduler", "jaxserve.settings", "jaxserve.text"),
+        *("jaxserve.build", "jaxserve.offline"),
+    },
     "jaxserve.fair_lock": set(),
     "jaxserve.interrupts": set(),
     "jaxserve.driver": HOST | {"jaxserve.completion", "jaxserve.engine", "jaxserve.text"},
@@ -33,6 +40,7 @@ ALLOWED = {
 }
 HOST_OF_MODELS = ("model_zoo.step_inputs", "model_zoo.gguf_header")
 NO_JAX = ("request", "config", "costs", "metrics", "kv", "scheduler", "batch", "engine", "text")
+NO_JAX += ("openai_api", "server")
 TOP_LEVEL = {
     *("pyproject.toml", "README.md", "WORKSPACE.md", "CHANGELOG.md", "LICENSE"),
     *(".python-version", ".ci", ".gitignore", "jaxserve", "pallas_kernels", "model_zoo"),

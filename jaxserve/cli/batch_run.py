@@ -123,12 +123,12 @@ class _LocalRunner:
 
     def __init__(self, work: Work) -> None:
         from jaxserve.offline.job import Job, JobOptions
-        from jaxserve.offline.parse import Encoder, Parser
+        from jaxserve.offline.parse import Parser, encoder
 
         args = work.args
         self._assembly = common.assemble(work.config, args)
         tokenizer, config = self._assembly.tokenizer, self._assembly.config
-        self._parse = Parser(work.defaults, Encoder(tokenizer, config, any_model=args.any_model))
+        self._parse = Parser(work.defaults, encoder(tokenizer, config, any_model=args.any_model))
         self._lines = work.lines
         options = JobOptions(args.token_ids, in_order=args.in_order, max_errors=args.max_errors)
         self.job = Job(self._assembly, options)

@@ -18,9 +18,13 @@ from jaxserve.cli import (
     lab,
     model,
     preflight,
+    serve,
 )
 
-_COMMANDS = (generate, batch, batch_status, batch_merge, bench, lab, preflight, model, config)
+_COMMANDS = (
+    *(generate, serve, batch, batch_status, batch_merge, bench, lab),
+    *(preflight, model, config),
+)
 _TWO_WORDS = ("status", "merge")  # after `batch`; an input of that name is written ./status
 
 

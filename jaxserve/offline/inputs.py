@@ -20,8 +20,9 @@ import numpy as np
 from jaxserve.offline import tasks
 from jaxserve.offline.codecs import MissingPackage, codec_of
 from jaxserve.offline.errors import InputError
-from jaxserve.offline.jsonl import Line, LineError, Place, parse_object, raw_lines, shorten
+from jaxserve.offline.jsonl import Line, Place, parse_object, raw_lines
 from jaxserve.offline.storage import Storage
+from jaxserve.openai_api.errors import RequestError, shorten
 
 ID_BYTES = 16
 _MADE_UP = "line-"
@@ -100,7 +101,7 @@ class Input:
             if line.place.index == index:
                 try:
                     return tasks.custom_id(parse_object(line), line.number)
-                except LineError:
+                except RequestError:
                     return None
         return None
 
@@ -248,7 +249,7 @@ def _strict_id(line: Line) -> str | None:
     try:
         value = parse_object(line)
         return None if value.get("custom_id") is None else tasks.custom_id(value, line.number)
-    except LineError:
+    except RequestError:
         return None
 
 

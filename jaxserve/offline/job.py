@@ -15,11 +15,13 @@ from jaxserve.driver import Driver, Generation
 from jaxserve.engine import QueueFull
 from jaxserve.interrupts import Uninterrupted
 from jaxserve.offline import results
-from jaxserve.offline.jsonl import LineError, Place
+from jaxserve.offline.jsonl import Place
 from jaxserve.offline.lookahead import LookAhead
 from jaxserve.offline.parse import Failed, Ready
 from jaxserve.offline.progress import Progress, Snapshot
 from jaxserve.offline.report import EngineUse
+from jaxserve.openai_api import answers
+from jaxserve.openai_api.errors import RequestError
 from jaxserve.request import SamplingParams
 
 if TYPE_CHECKING:
@@ -208,7 +210,9 @@ class Job:
         try:
             with Uninterrupted():
                 sampling = self._seeded(line)
-                generation = self._driver.submit(line.prompt, sampling, priority=task.priority)
+                generation = self._driver.submit(
+                    line.prompt, sampling, priority=task.priority, salt=task.salt
+                )
                 self._lines[generation] = line
         except QueueFull:
             if not self._lines:
@@ -260,14 +264,14 @@ class Job:
         totals.output_tokens += usage.completion_tokens
         broken = [sample for sample in completion.outputs if sample.finish_reason == "error"]
         if broken:
-            error = LineError("generation_error", broken[0].error or "generation failed")
+            error = RequestError("generation_error", broken[0].error or "generation failed")
             self._fail(sink, Failed(line.place, line.custom_id, error), status=500)
             return
-        body = results.body(
-            completion,
+        body = answers.body(
+            [completion],
             self._tokenizer,
             model=self._config.model.name,
-            number=line.place.number,
+            name=str(line.place.number),
             is_chat=line.task.is_chat,
             token_ids=self._options.token_ids or line.task.return_token_ids,
         )
@@ -297,5 +301,5 @@ def line_seed(base: int, place: Place) -> int:
     return int.from_bytes(digest.digest())
 
 
-def _invalid(message: str) -> LineError:
-    return LineError("invalid_request", message)
+def _invalid(message: str) -> RequestError:
+    return RequestError("invalid_request", message)

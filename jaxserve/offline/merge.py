@@ -20,9 +20,10 @@ from jaxserve.offline import tasks
 from jaxserve.offline.codecs import Plain, codec_of
 from jaxserve.offline.errors import InputError
 from jaxserve.offline.inputs import InputFile, open_input
-from jaxserve.offline.jsonl import Line, LineError, parse_object
+from jaxserve.offline.jsonl import Line, parse_object
 from jaxserve.offline.results import ID_PREFIX
 from jaxserve.offline.storage import LocalStorage, Os, sync_folder
+from jaxserve.openai_api.errors import RequestError
 
 type Ints = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -200,7 +201,7 @@ def _write(
 def _custom_id(line: Line) -> str | None:
     try:
         return tasks.custom_id(parse_object(line), line.number)
-    except LineError:
+    except RequestError:
         return None
 
 

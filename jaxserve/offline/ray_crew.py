@@ -39,11 +39,11 @@ class EngineActor:
 
     def __init__(self, spec: WorkerSpec) -> None:
         from jaxserve.build import assemble
-        from jaxserve.offline.parse import Encoder, Parser
+        from jaxserve.offline.parse import Parser, encoder
         from jaxserve.offline.worker import EngineWorker
 
         assembly = assemble(spec.config)
-        encode = Encoder(assembly.tokenizer, assembly.config, any_model=spec.any_model)
+        encode = encoder(assembly.tokenizer, assembly.config, any_model=spec.any_model)
         self._worker = EngineWorker(assembly, Parser(spec.defaults, encode), spec.options)
 
     def exchange(self, lines: Sequence[Line]) -> Answer:

@@ -27,7 +27,7 @@ from jaxserve import settings
 from jaxserve.config import EngineConfig
 from jaxserve.offline.job import Job, JobOptions, Outcome
 from jaxserve.offline.jsonl import Line, Place
-from jaxserve.offline.parse import Encoder, Failed, Parser, Ready
+from jaxserve.offline.parse import Failed, Parser, Ready, encoder
 from jaxserve.offline.progress import Silent
 from jaxserve.request import SamplingParams
 
@@ -66,7 +66,7 @@ class Generate:
         config: EngineConfig = assembly.config
         self._assembly = assembly
         self._column = column
-        self._parse = Parser(sampling, Encoder(assembly.tokenizer, config, any_model=True))
+        self._parse = Parser(sampling, encoder(assembly.tokenizer, config, any_model=True))
         self._next = secrets.randbits(48)  # so that rows without a seed differ between actors
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:

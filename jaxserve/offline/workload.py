@@ -9,7 +9,8 @@ import msgspec
 
 from jaxserve.driver import Driver, Generation
 from jaxserve.offline.errors import InputError
-from jaxserve.offline.jsonl import LineError, parse_object, read_lines
+from jaxserve.offline.jsonl import parse_object, read_lines
+from jaxserve.openai_api.errors import RequestError
 from jaxserve.request import SamplingParams
 
 LATE_AFTER = 32  # output tokens of every earlier stream before the late requests are sent
@@ -50,7 +51,7 @@ def read_workload(path: Path) -> list[WorkItem]:
         for line in read_lines(path):
             try:
                 items.append(msgspec.convert(parse_object(line), WorkItem))
-            except (LineError, msgspec.ValidationError) as error:
+            except (RequestError, msgspec.ValidationError) as error:
                 raise InputError(f"{path}: line {line.number}: {error}") from error
     except OSError as error:
         raise InputError(f"{path}: cannot read the workload: {error.strerror}") from error

@@ -20,6 +20,7 @@ from jaxserve.scheduler.plan import Bools, Chunk, Decodes, Draft, Ints, Plan, Un
 from jaxserve.scheduler.waiting import WaitingQueue
 
 MAX_BACKOFF = 32  # steps without admission after a preemption, at most
+NOT_FINITE = "the model's logits were not finite"  # why a request failed alone
 REFRESH_COSTS = 256  # steps between two looks at the corrected costs
 
 # Builds a NamedTuple without its slow Python constructor.
@@ -153,7 +154,7 @@ class Scheduler:
             outputs.append(Output(request, (token,), None, None, request.finish_reason))
 
     def _fail(self, request: Request) -> Output:
-        self.finish(request, "error", "the model's logits were not finite")
+        self.finish(request, "error", NOT_FINITE)
         return Output(request, (), None, None, "error")
 
     def finish(self, request: Request, reason: str, error: str | None = None) -> None:

@@ -16,7 +16,7 @@ from jaxserve.llm import LLM
 from jaxserve.offline import inputs, jsonl, reader
 from jaxserve.offline.lookahead import LookAhead
 from jaxserve.offline.parse import Parser
-from jaxserve.offline.tasks import short_name
+from jaxserve.openai_api.bodies import short_name
 from jaxserve.request import SamplingParams
 from tests.cli import fakes
 from tests.cli.files import GOOD, Files, strict

@@ -11,7 +11,7 @@ from jaxserve.config import EngineConfig
 from jaxserve.offline.crew import CrewJob, Lost
 from jaxserve.offline.job import JobOptions, Outcome
 from jaxserve.offline.jsonl import Line, Place
-from jaxserve.offline.parse import Encoder, Parser
+from jaxserve.offline.parse import Parser, encoder
 from jaxserve.offline.progress import Snapshot
 from jaxserve.offline.worker import Answer, EngineWorker
 from jaxserve.request import SamplingParams
@@ -20,7 +20,7 @@ from tests.cli import fakes
 
 def make() -> EngineWorker:
     assembly = fakes.assemble(EngineConfig())
-    encode = Encoder(assembly.tokenizer, assembly.config, any_model=False)
+    encode = encoder(assembly.tokenizer, assembly.config, any_model=False)
     return EngineWorker(assembly, Parser(SamplingParams(), encode), JobOptions())
 
 

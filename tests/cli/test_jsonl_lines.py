@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.offline import jsonl
-from jaxserve.offline.jsonl import Line, LineError, Place, parse_object, read_lines
+from jaxserve.offline.jsonl import Line, Place, parse_object, read_lines
 from jaxserve.offline.tasks import custom_id, parse_task
+from jaxserve.openai_api.errors import RequestError
 from jaxserve.request import SamplingParams
 
 DEFAULTS = SamplingParams()
@@ -48,7 +49,7 @@ def envelope(body: dict[str, Any], url: str = "/v1/completions", **more: Any) ->
     ],
 )
 def test_b83_what_is_not_strict_json_is_refused(data: str | bytes, words: str):
-    with pytest.raises(LineError) as error:
+    with pytest.raises(RequestError) as error:
         parse(data)
     assert words in str(error.value)
     assert error.value.code == "invalid_json"
@@ -66,7 +67,7 @@ def test_b83_what_is_not_strict_json_is_refused(data: str | bytes, words: str):
     ],
 )
 def test_b77_half_a_surrogate_pair_is_refused_naming_the_field(value: dict[str, Any], field: str):
-    with pytest.raises(LineError) as error:
+    with pytest.raises(RequestError) as error:
         parse(json.dumps(value))
     assert str(error.value).startswith(f"{field} ")
     assert str(error.value).isascii()
@@ -105,7 +106,7 @@ def test_b83_a_line_of_50_mb_is_refused_and_the_next_one_read(tmp_path: Path, mo
             assert second == Line(Place(2, 1), b"{}\n")
         path.write_bytes(b"x" * size)
         assert list(read_lines(path)) == [Line(Place(1), b"x" * size if size <= 1000 else None)]
-    with pytest.raises(LineError) as error:
+    with pytest.raises(RequestError) as error:
         parse_object(Line(Place(1), None))
     assert error.value.code == "line_too_long"
 
@@ -213,7 +214,7 @@ MESSAGES = [{"role": "user", "content": "x"}]
         ({"prompt": "a", "logprobs": True}, "invalid_request", "logprobs"),
         ({"messages": MESSAGES, "top_logprobs": 3}, "invalid_request", "needs logprobs"),
         ({"messages": "hi"}, "invalid_request", "messages"),
-        ({"messages": MESSAGES, "tools": []}, "unknown_field", "tools"),
+        ({"messages": MESSAGES, "tools": [{}]}, "unsupported_field", "tools"),
         (envelope({"prompt": "a"}, url="/v1/embeddings"), "unsupported_url", "/v1/embeddings"),
         (envelope({"prompt": "a"}, method="GET"), "invalid_request", "POST"),
         (envelope({"prompt": "a"}, extra=1), "unknown_field", "extra"),
@@ -224,7 +225,7 @@ MESSAGES = [{"role": "user", "content": "x"}]
     ],
 )
 def test_b83_bad_lines_name_the_field(value: dict[str, Any], code: str, words: str):
-    with pytest.raises(LineError) as error:
+    with pytest.raises(RequestError) as error:
         task(value)
     assert error.value.code == code
     assert words in str(error.value)
@@ -235,11 +236,11 @@ def test_b79_ids():
     assert custom_id({"custom_id": "x", "prompt": "a"}, 3) == "x"
     assert custom_id({"prompt": "a"}, 3) == "line-3"
     for bad in (7, "", None, ["x"], "x" * 1000):
-        with pytest.raises(LineError, match="custom_id"):
+        with pytest.raises(RequestError, match="custom_id"):
             custom_id(envelope({}, custom_id=bad), 3)
 
 
 @pytest.mark.parametrize("end", [b"", b"\n", b"\r\n"])
 def test_a_column_is_one_of_the_line(end: bytes):
-    with pytest.raises(LineError, match=r"column 14\)"):
+    with pytest.raises(RequestError, match=r"column 14\)"):
         parse_object(Line(Place(1), b'{"prompt":"x"' + end))

@@ -25,7 +25,9 @@ class Script:
     def has_work(self) -> bool:
         return bool(self.pieces) and not self.finished
 
-    def add(self, prompt: list[int], sampling: SamplingParams, *, priority: int) -> list[Request]:
+    def add(
+        self, prompt: list[int], sampling: SamplingParams, *, priority: int, salt: str
+    ) -> list[Request]:
         self.request = Request(0, list(prompt), len(prompt), sampling, stop_ids=self.stop_ids)
         return [self.request]
 

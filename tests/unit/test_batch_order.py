@@ -10,11 +10,12 @@ from hypothesis import strategies as st
 
 from jaxserve.batch.buckets import resolve
 from jaxserve.config import EngineConfig
-from jaxserve.offline.jsonl import LineError, Place
+from jaxserve.offline.jsonl import Place
 from jaxserve.offline.lookahead import LookAhead
 from jaxserve.offline.order import MAX_DEPTH, MAX_LEADING, Window, prefix_keys, rank
 from jaxserve.offline.parse import Failed, Ready
-from jaxserve.offline.tasks import Task
+from jaxserve.openai_api.bodies import Task
+from jaxserve.openai_api.errors import RequestError
 from jaxserve.request import SamplingParams
 
 BLOCK = 4
@@ -233,7 +234,7 @@ def test_in_order_is_the_order_of_the_input():
 
 
 def test_a_bad_line_is_not_kept_and_nothing_waits_while_a_line_is_there():
-    bad = Failed(Place(3, 2), None, LineError("invalid_json", "bad"))
+    bad = Failed(Place(3, 2), None, RequestError("invalid_json", "bad"))
     source = Listed(ready(0), ready(1, 9), bad, None, ready(3), None)
     look = LookAhead(source, CONFIG)
     taken = [look.take(wait=True) for _ in range(3)]

@@ -1,0 +1,51 @@
+"""The engine process with an arithmetic model in place of the real one (`tests/cli/fakes.py`).
+
+`python -m tests.server.fake_engine FD`.  A step takes some time, so that a request has something to
+be cancelled in, and some characters of a prompt make it go wrong.
+"""
+
+import os
+import socket
+import sys
+import time
+
+from jaxserve.batch.step import Batch, StepResult
+from jaxserve.config import EngineConfig
+from jaxserve.server import engine_process
+from jaxserve.text.tokenizer import Tokenizer
+from tests.cli import fakes
+
+STEP_SECONDS = 0.002
+DIES, RAISES, HANGS, BAD = "\x01", "\x02", "\x03", "\x04"
+SECRET = "/secret/path"
+
+
+class FaultyRunner(fakes.FakeRunner):
+    """A step with a token of DIES ends the process, one of RAISES fails, one of HANGS takes 1.5 s,
+    and a row whose last token is BAD has no finite logits."""
+
+    def __init__(self, config: EngineConfig, tokenizer: Tokenizer) -> None:
+        super().__init__(config, tokenizer)
+        marks = DIES + RAISES + HANGS + BAD
+        self._dies, self._raises, self._hangs, self._bad = tokenizer.encode(marks)
+
+    def dispatch(self, batch: Batch) -> StepResult:
+        time.sleep(STEP_SECONDS)
+        tokens = batch.inputs.tokens.tolist()
+        if self._dies in tokens:
+            os._exit(9)
+        if self._raises in tokens:
+            raise RuntimeError(f"{SECRET} is not there")
+        if self._hangs in tokens:
+            time.sleep(1.5)
+        result = super().dispatch(batch)
+        if batch.samples is not None:
+            for row, index in enumerate(batch.samples.token_index[: len(result.bad)].tolist()):
+                if index < len(tokens) and tokens[index] == self._bad:
+                    result.bad[row] = True
+        return result
+
+
+if __name__ == "__main__":
+    fakes.FakeRunner = FaultyRunner
+    sys.exit(engine_process.run(socket.socket(fileno=int(sys.argv[1])), fakes.assemble))
