@@ -48,6 +48,9 @@ def register(commands: Any) -> None:
         "--keep", type=Path, metavar="DIR", help="keep the traces of all runs there"
     )
     parser.add_argument("--html", type=Path, metavar="FILE", help="write one page with plots")
+    parser.add_argument(
+        "--picture", type=Path, metavar="FILE.svg", help="the changes alone, for a document"
+    )
     parser.add_argument("--json", action="store_true", help="print one object")
     _add_engine_options(parser)
     parser.set_defaults(func=run)
@@ -88,8 +91,10 @@ def _variants(args: argparse.Namespace) -> "list[Variant]":
         value = getattr(args, option)
         if value is not None and not 0 < value < float("inf"):
             raise common.UsageError(f"--{option.replace('_', '-')} {value} must be above 0")
-    if args.html is not None and not args.html.absolute().parent.is_dir():
-        raise common.UsageError(f"the folder of --html does not exist: {args.html}")
+    for option in ("html", "picture"):
+        path = getattr(args, option)
+        if path is not None and not path.absolute().parent.is_dir():
+            raise common.UsageError(f"the folder of --{option} does not exist: {path}")
     try:
         read_workload(args.workload)
         found = variants(args.configs, args.sweep)
@@ -135,6 +140,8 @@ def _show(args: argparse.Namespace, found: "Comparison") -> None:
 
     if args.html is not None:
         args.html.write_text(compare_html.page(found), encoding="utf-8")
+    if args.picture is not None:
+        args.picture.write_text(compare_html.picture(found), encoding="utf-8")
     if args.json:
         common.write_json(compare_text.as_object(found))
     else:

@@ -88,9 +88,9 @@ def _sentence(found: "Suggestion") -> str:
     best, default = found.best, found.default
     if best is None:
         return "no bucket set keeps within the limits; raise one of them"
-    optimal = (
-        f"; no other set of that many saves {best.slack:.1%} more" if best.slack > 1e-4 else ""
-    )
+    optimal = ""
+    if best.slack > 1e-4:
+        optimal = f" (any other set of that many saves at most {best.slack:.1%} more)"
     if not found.default_is_as_good:
         return (
             f"the set above takes {found.gain:.1%} less device time than the default with "

@@ -80,6 +80,15 @@ def page(found: Comparison) -> str:
     return "\n".join([*parts, "</body></html>", ""])
 
 
+def picture(found: Comparison) -> str:
+    """The changes against the first configuration as an SVG file of its own, for a document."""
+    drawn = _changes(found, [result.name for result in found.results])
+    style = f"<style>{_style(len(found.results))} svg {{ background: var(--page); }}</style>"
+    head, end, rest = drawn.partition(">")
+    space = ' xmlns="http://www.w3.org/2000/svg" font-family="system-ui, sans-serif"'
+    return f"{head}{space}{end}{style}{rest}\n"
+
+
 def _style(count: int) -> str:
     rules = [
         f"svg .s{n}, .legend .s{n} {{ fill: var(--c{n}); stroke: var(--c{n}); "
@@ -156,7 +165,7 @@ def _figure(figure: Figure | None, unit: str, more: bool) -> str:
     return f'<td>{line}<small class="{name}">{words}</small></td>'
 
 
-def _changes(found: Comparison) -> str:
+def _changes(found: Comparison, legend: Sequence[str] = ()) -> str:
     """Ratios against the first configuration."""
     names = [
         name
@@ -172,7 +181,7 @@ def _changes(found: Comparison) -> str:
     for result in found.results[1:]:
         contrasts = [result.figures[name].versus for name in names]
         series.append([(c.change, c.low, c.high) if c else None for c in contrasts])
-    drawn = svg.dots(names, series, lambda x: f"{x:+.0%}", "change against the first")
+    drawn = svg.dots(names, series, lambda x: f"{x:+.0%}", "change against the first", legend)
     return drawn if names else "<p>No figure is above 0 in every run.</p>"
 
 

@@ -18,10 +18,11 @@ def dots(
     series: Sequence[Sequence[tuple[float, float, float] | None]],
     form: Format,
     what: str,
+    names: Sequence[str] = (),
 ) -> str:
     """For every label a line, on it for every series a dot with its interval: (mean, low, high).
 
-    A line at 0 is what is compared with.
+    A line at 0 is what is compared with.  `names`: of the series, for a picture without a page.
     """
     known = [x for one in series for point in one if point for x in point if math.isfinite(x)]
     low, high = min([0.0, *known]), max([0.0, *known])
@@ -29,6 +30,8 @@ def dots(
     step = 16 * len(series) + 14
     height = TOP + step * len(labels) + BOTTOM
     parts = _grid(ticks, scale, height, form)
+    if names:
+        parts += _legend(names, height + 8)
     zero = scale(0.0)
     parts.append(_line(zero, TOP, zero, height - BOTTOM, "zero"))
     for row, label in enumerate(labels):
@@ -46,7 +49,7 @@ def dots(
                 f'<circle class="s{number}" cx="{scale(mean):.1f}" cy="{y:.1f}" r="5">'
                 f"<title>{html.escape(title)}</title></circle>"
             )
-    return _svg(height, parts, what)
+    return _svg(height + 24 * bool(names), parts, what)
 
 
 def curves(series: Sequence[Sequence[float]], form: Format, what: str) -> str:
@@ -109,6 +112,16 @@ def bars(
                 )
             parts.append("</g>")
     return _svg(height, parts, what)
+
+
+def _legend(names: Sequence[str], y: float) -> list[str]:
+    width = (WIDTH - LEFT - RIGHT) / len(names)
+    parts: list[str] = []
+    for number, name in enumerate(names):
+        x = LEFT + number * width
+        parts.append(f'<circle class="s{number}" cx="{x:.1f}" cy="{y:.1f}" r="5"/>')
+        parts.append(_text(x + 12, y, name, "start"))
+    return parts
 
 
 def _axis(low: float, high: float) -> tuple[Callable[[float], float], list[float]]:

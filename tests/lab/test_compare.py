@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -173,7 +174,17 @@ def test_the_page_is_whole_and_loads_nothing(trace_of_a_run):
     assert page.tags.count("svg") == 5
     assert not re.search(r"https?:|url\(|@import", text)
     assert "prefers-color-scheme: dark" in text and "a &lt;b&gt;" in text and "<b>" not in text
-    assert "nan" not in text.lower().replace("nano", "") and "inf%" not in text
+    assert not re.search(r"\b(nan|inf)\b", text)
+
+
+def test_the_picture_is_whole_without_a_page(trace_of_a_run):
+    found = compared(trace_of_a_run, {"a <b>": [100.0, 101.0, 99.0], "c": [120.0, 121.0, 118.0]})
+    root = ElementTree.fromstring(compare_html.picture(found))
+    assert root.tag == "{http://www.w3.org/2000/svg}svg"
+    words = [node.text for node in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert {"a <b>", "c", "output tokens/s"} <= set(words)
+    dots = list(root.iter("{http://www.w3.org/2000/svg}circle"))
+    assert len(dots) >= 3 + 2
 
 
 def test_colours_can_be_read_in_light_and_dark():
