@@ -34,8 +34,8 @@ def register(commands: Any) -> None:
         help="every configuration with each of these values; may be repeated",
     )
     parser.add_argument("--repeats", type=int, default=5, metavar="N", help="rounds; default 5")
-    parser.add_argument("--slo-ttft-ms", type=float, metavar="MS", help="limit for goodput")
-    parser.add_argument("--slo-tpot-ms", type=float, metavar="MS", help="limit for goodput")
+    parser.add_argument("--ttft-slo", type=float, metavar="MS", help="limit for goodput")
+    parser.add_argument("--tpot-slo", type=float, metavar="MS", help="limit for goodput")
     parser.add_argument("--prefix-caching", action="store_true", help="keep the prefix cache on")
     parser.add_argument(
         "--no-cold",
@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
 
     wanted = _variants(args)
     main = "output tokens/s"
-    if args.slo_ttft_ms is not None or args.slo_tpot_ms is not None:
+    if args.ttft_slo is not None or args.tpot_slo is not None:
         main = "goodput requests/s"
     with _folder(args.keep) as folder:
         processes = Processes(folder, _options(args), cold=not args.no_cold, timeout_s=args.timeout)
@@ -87,7 +87,7 @@ def _variants(args: argparse.Namespace) -> "list[Variant]":
 
     if args.repeats < 1:
         raise common.UsageError(f"--repeats {args.repeats} must be at least 1")
-    for option in ("slo_ttft_ms", "slo_tpot_ms", "timeout"):
+    for option in ("ttft_slo", "tpot_slo", "timeout"):
         value = getattr(args, option)
         if value is not None and not 0 < value < float("inf"):
             raise common.UsageError(f"--{option.replace('_', '-')} {value} must be above 0")
@@ -116,10 +116,10 @@ def _variants(args: argparse.Namespace) -> "list[Variant]":
 
 def _options(args: argparse.Namespace) -> list[str]:
     words = ["--workload", str(args.workload)]
-    for option in ("model", "slo_ttft_ms", "slo_tpot_ms"):
-        value = getattr(args, option)
+    given = {"model": args.model, "slo-ttft-ms": args.ttft_slo, "slo-tpot-ms": args.tpot_slo}
+    for option, value in given.items():
         if value is not None:
-            words += [f"--{option.replace('_', '-')}", str(value)]
+            words += [f"--{option}", str(value)]
     for text in args.set:
         words += ["--set", text]
     return [*words, "--prefix-caching"] if args.prefix_caching else words

@@ -21,15 +21,15 @@ def register(commands: Any) -> None:
         allow_abbrev=False,
     )
     parser.add_argument("run", type=Path, metavar="RUN", help="a trace")
-    parser.add_argument("--slo-tpot-ms", type=float, metavar="MS", help="limit to judge by")
+    parser.add_argument("--tpot-slo", type=float, metavar="MS", help="limit to judge by")
     parser.add_argument("--json", action="store_true", help="print one object")
     parser.set_defaults(func=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    limit = args.slo_tpot_ms
+    limit = args.tpot_slo
     if limit is not None and not 0 < limit < float("inf"):
-        raise common.UsageError(f"--slo-tpot-ms {limit} must be above 0")
+        raise common.UsageError(f"--tpot-slo {limit} must be above 0")
     from jaxserve.lab import doctor, trace
 
     try:

@@ -250,7 +250,7 @@ def test_fresh_processes_from_files_to_report(jaxserve, tmp_path: Path, monkeypa
     page, keep = tmp_path / "page.html", tmp_path / "runs"
     words = ("lab", "compare", "--workload", workload, "--repeats", 2, "--json", "--html", page)
     sweep = ("--sweep", "buckets.tokens=[512],[8,16,64,512]", "--keep", keep)
-    ran = jaxserve(*words, *sweep, "--slo-ttft-ms", 60_000)
+    ran = jaxserve(*words, *sweep, "--ttft-slo", 60_000)
     assert ran.code == 0, ran.err
     found = json.loads(ran.out)
     assert found["main"] == "goodput requests/s" and found["rounds"] == 2

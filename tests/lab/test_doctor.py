@@ -231,6 +231,6 @@ def test_the_command(jaxserve, tmp_path: Path):
     report = json.loads(jaxserve("lab", "doctor", tmp_path / "bad", "--json").out)
     assert report["findings"][0]["name"] == "chunk too big"
     assert trace.load(tmp_path / "bad").steps
-    for bad in ([tmp_path / "absent"], [tmp_path / "bad", "--slo-tpot-ms", "0"]):
+    for bad in ([tmp_path / "absent"], [tmp_path / "bad", "--tpot-slo", "0"]):
         ran = jaxserve("lab", "doctor", *bad)
         assert (ran.code, ran.out, ran.err.count("\n")) == (2, "", 1)
