@@ -18,11 +18,12 @@ from jaxserve.server.engine_client import State
 from jaxserve.server.errors import ApiError
 from jaxserve.server.exposition import Exposition
 from jaxserve.server.files_batches import FilesAndBatches
+from jaxserve.server.page import Page
 from jaxserve.server.protocol import Answered
 from jaxserve.server.request_log import RequestLog, to_stderr
 from jaxserve.server.service import Service
 
-OPEN_PATHS = frozenset({"/health", "/ready"})  # probes have no key
+OPEN_PATHS = frozenset({"/", "/health", "/ready"})  # browsers and probes have no key
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 _log = logging.getLogger(__name__)
 
@@ -31,6 +32,7 @@ def make_app(service: Service, files: FilesAndBatches | None = None) -> ASGIApp:
     """Everything behind a port."""
     small = _Small(service)
     routes = [
+        Route("/", Page().show),
         Route("/health", small.health),
         Route("/ready", small.ready),
         Route("/metrics", small.metrics),

@@ -19,7 +19,8 @@ from jaxserve.server.engine_client import EngineClient
 from jaxserve.server.tally import Tally
 
 FACTS = "jaxserve.facts"  # in a scope: what the route adds to the line of its request
-QUIET = frozenset({"/health", "/ready", "/metrics"})  # asked all the time: no line when all is well
+# Asked all the time: no line when all is well.
+QUIET = frozenset({"/", "/health", "/ready", "/metrics"})
 _NAMED = re.compile(r"(/v1/(?:files|batches|models))/.+?(/content|/cancel)?", re.DOTALL)
 type Write = Callable[[dict[str, Any]], None]
 
