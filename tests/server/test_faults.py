@@ -16,11 +16,11 @@ import pytest
 
 from jaxserve.server.engine_client import State
 from tests.server.fake_engine import BAD, DIES, HANGS, RAISES, SECRET
-from tests.server.rig import MODEL, Rig, running, wait_for
+from tests.server.rig import MODEL, SLOW_ENGINE, Rig, running, wait_for
 
 TEXT = "/v1/completions"
 LONG = {"prompt": "long", "max_tokens": 240, "ignore_eos": True}
-SLOW_STALL = {"server": {"stall_s": 1.0}}
+SLOW_STALL = {"server": {"stall_s": 2.0}}
 
 
 def connect(server: Rig, body: dict[str, Any], *, small: bool = False) -> socket.socket:
@@ -171,7 +171,7 @@ def test_cve_2026_73559_the_queue_is_bounded_by_requests_and_by_tokens(tmp_path:
         "scheduler": {"max_seqs": 1},
         "server": {"max_queue": 3, "max_queue_tokens": 100},
     }
-    with running(tmp_path / "m", **sections) as server:
+    with running(tmp_path / "m", engine=SLOW_ENGINE, **sections) as server:
         held = [connect(server, LONG)]
         wait_for(lambda: server.engine.num_requests == 1 and server.engine.num_queued == 0)
         held.append(connect(server, LONG | {"prompt": "x" * 90}))
@@ -207,14 +207,14 @@ def test_more_samples_than_may_ever_wait_are_refused_for_good(tmp_path: Path):
 
 def test_priority_of_a_request_decides_who_is_next(tmp_path: Path):
     sections = {"scheduler": {"max_seqs": 1, "policy": "priority"}}
-    with running(tmp_path / "m", **sections) as server:
+    with running(tmp_path / "m", engine=SLOW_ENGINE, **sections) as server:
         first = connect(server, LONG)
         wait_for(lambda: server.engine.gauges.running == 1)
         order: list[int] = []
 
         def ask(priority: int) -> None:
-            body = {"prompt": "p", "max_tokens": 20, "ignore_eos": True, "priority": priority}
-            assert httpx.post(server.url + TEXT, json=body, timeout=30).status_code == 200
+            body = {"prompt": "p", "max_tokens": 5, "ignore_eos": True, "priority": priority}
+            assert server.post(TEXT, json=body).status_code == 200
             order.append(priority)
 
         threads = [threading.Thread(target=ask, args=(priority,)) for priority in (5, 0, -5)]
@@ -242,7 +242,7 @@ def test_b84_a_frozen_engine_is_not_ready_until_it_goes_on(tmp_path: Path):
         pid = server.engine.pid
         assert pid is not None
         os.kill(pid, signal.SIGSTOP)
-        wait_for(lambda: server.get("/ready").status_code == 503, 5)
+        wait_for(lambda: server.get("/ready").status_code == 503, 8)
         assert server.get("/ready").json() == {"status": "stalled"}
         assert server.get("/health").status_code == 503
         refused = server.post(TEXT, json={"prompt": "a"})
