@@ -1,7 +1,7 @@
 """The engine process with an arithmetic model in place of the real one (`tests/cli/fakes.py`).
 
-`python -m tests.server.fake_engine [SECONDS] FD`.  A step takes so many seconds, so that a request has something to
-be cancelled in, and some characters of a prompt make it go wrong.
+`python -m tests.server.fake_engine [SECONDS] FD`.  A step takes so many seconds, so that a request
+has something to be cancelled in, and some characters of a prompt make it go wrong.
 """
 
 import os
