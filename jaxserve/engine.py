@@ -25,7 +25,7 @@ from jaxserve.scheduler.plan import Plan
 from jaxserve.scheduler.scheduler import Scheduler
 from jaxserve.scheduler.snap import CostTable
 
-__all__ = ["Engine", "ModelLimits", "QueueFull", "Runner"]
+__all__ = ["Engine", "ModelLimits", "Observer", "QueueFull", "Runner"]
 
 _log = logging.getLogger(__name__)
 
@@ -42,10 +42,26 @@ class Runner(Protocol):
         ...
 
 
+class Observer(Protocol):
+    """Hears what happens, in the thread that steps; it must change nothing (`lab.record`)."""
+
+    def arrived(self, requests: Sequence[Request]) -> None:
+        """They wait from now on."""
+        ...
+
+    def landed(self, flight: Flight, record: StepRecord, outputs: Sequence[Output]) -> None:
+        """A step has returned."""
+        ...
+
+    def ended(self, request: Request) -> None:
+        """A request ended outside of a step: cancelled, a stop string, a step that failed."""
+        ...
+
+
 class Engine:
     """`config` is resolved (`jaxserve.batch.buckets.resolve`).  `on_step` gets every step's record.
 
-    Not thread-safe: one thread calls it.
+    `observer` may be set at any time.  Not thread-safe: one thread calls it.
     """
 
     def __init__(
@@ -59,6 +75,7 @@ class Engine:
     ) -> None:
         self.config = config
         self.stats = Totals()
+        self.observer: Observer | None = None
         self.limits = limits
         self._runner = runner
         self._clock = clock
@@ -101,6 +118,11 @@ class Engine:
         self._costs, self._follow = OnlineCosts(model), follow
         self.scheduler.set_costs(self._costs)
 
+    @property
+    def cost_model(self) -> CostModel | None:
+        """As it was measured; None until it was."""
+        return None if self._costs is None else self._costs.model
+
     def add(
         self,
         prompt: Sequence[int],
@@ -142,6 +164,8 @@ class Engine:
         if requests[leaders:]:
             self._followers[requests[0]] = requests[leaders:]
             self._num_followers += len(requests[leaders:])
+        if self.observer is not None:
+            self.observer.arrived(requests)
         return requests
 
     def finish(self, request: Request, reason: str = "stop") -> None:
@@ -149,9 +173,12 @@ class Engine:
         once, a late result is ignored, and no output follows.  Idempotent."""
         if request.status is Status.WAITING and request.last_step < 0:  # it follows a first sample
             self._num_followers -= 1
+        ends = request.status is not Status.FINISHED
         self.scheduler.finish(request, reason)
         self._prompts.drop(request)
         self._release_followers(request)
+        if ends and self.observer is not None:
+            self.observer.ended(request)
 
     def step(self) -> list[Output]:
         """Dispatches a step if there is anything to run, and returns what one step brought.
@@ -171,7 +198,7 @@ class Engine:
 
     def _launch(self) -> Flight | None:
         """Plans, builds and dispatches a step; None when there is nothing to run."""
-        began = time.perf_counter()
+        began, planned_at = time.perf_counter(), self._clock()
         waiting, running = self.num_waiting, self.num_running
         plan = self.scheduler.schedule()
         scheduled = time.perf_counter()
@@ -194,6 +221,7 @@ class Engine:
             batch=batch,
             handle=handle,
             targets=targets,
+            planned_at=planned_at,
             shape=shape,
             predicted_s=predicted,
             schedule_s=scheduled - began,
@@ -209,7 +237,7 @@ class Engine:
         """Reads a step's result and hands it to the requests it still belongs to."""
         began = time.perf_counter()
         result = self._runner.result(flight.handle)
-        arrived = time.perf_counter()
+        arrived, landed_at = time.perf_counter(), self._clock()
         plan, batch = flight.plan, flight.batch
         if flight.targets:
             self._prompts.collect(flight.targets, result.scores)
@@ -228,6 +256,7 @@ class Engine:
         record = _record(
             flight,
             step=self.stats.steps,
+            landed_at=landed_at,
             costs=self.scheduler.costs,
             device_s=result.device_s,
             output_tokens=sum(len(output.tokens) for output in outputs),
@@ -237,6 +266,8 @@ class Engine:
         self.stats.add(record)
         if self._on_step is not None:
             self._on_step(record)
+        if self.observer is not None:
+            self.observer.landed(flight, record, outputs)
         return outputs
 
     def _release_followers(self, request: Request) -> None:
@@ -254,6 +285,8 @@ class Engine:
             self.scheduler.finish(request, "error", f"{type(error).__name__}: {error}")
             self._release_followers(request)
             outputs.append(Output(request, (), None, None, "error"))
+            if self.observer is not None:
+                self.observer.ended(request)
         self._prompts.clear()
         self.kv.forget_all()
         return outputs
@@ -281,10 +314,11 @@ def _shape(plan: Plan, batch: Batch) -> StepShape:
     )
 
 
-def _record(
+def _record(  # noqa: PLR0913
     flight: Flight,
     *,
     step: int,
+    landed_at: float,
     costs: CostTable,
     device_s: float,
     output_tokens: int,
@@ -295,6 +329,8 @@ def _record(
     plan, batch = flight.plan, flight.batch
     return StepRecord(
         step=step,
+        planned_at=flight.planned_at,
+        landed_at=landed_at,
         bucket=plan.bucket,
         rows=plan.decode_tokens + len(plan.chunks),
         sampler=batch.sampler,

@@ -1,9 +1,11 @@
 """The Python API: text in, text out."""
 
+import contextlib
 import operator
 import os
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, SupportsIndex, cast
 
 from jaxserve import settings
@@ -39,14 +41,17 @@ class LLM:
         model: str | os.PathLike[str] | Mapping[str, Any] | ModelConfig | None = None,
         *,
         config: EngineConfig | None = None,
+        record: str | os.PathLike[str] | None = None,
+        trace_out: str | os.PathLike[str] | None = None,
         **sections: Any,
     ) -> None:
         """Loads `model`: a folder, a .gguf file, a hub name, or a whole section such as
         `{"name": ..., "dtype": "float32"}`; None is the config's, by default the pinned model.
 
         `sections` go over `config`: `LLM(scheduler={"token_budget": 256},
-        cache=CacheConfig(...))`.  Raises ValueError for settings that are wrong and for a model
-        that cannot be loaded.
+        cache=CacheConfig(...))`.  `record` and `trace_out` name files: what every step did, and the
+        same as a timeline for ui.perfetto.dev, complete once the LLM is closed.  Raises ValueError
+        for settings that are wrong and for a model that cannot be loaded.
         """
         if isinstance(model, str | os.PathLike):
             model = {"name": os.fspath(model)}
@@ -56,6 +61,11 @@ class LLM:
         from jaxserve.build import assemble  # imports jax, so only when a model is wanted
 
         self._start(assemble(config))
+        if record is not None or trace_out is not None:
+            from jaxserve.lab.record import recording_of
+
+            files = (None if name is None else Path(name) for name in (record, trace_out))
+            self._recording.enter_context(recording_of(self._open(), *files))
 
     @classmethod
     def from_assembly(cls, assembly: "Assembly") -> Self:
@@ -68,6 +78,7 @@ class LLM:
         self._assembly: Assembly | None = assembly
         self._driver = Driver(assembly.engine, assembly.tokenizer)
         self._lock = FairLock()
+        self._recording = contextlib.ExitStack()
         self._streams: dict[Generation, deque[Chunk]] = {}  # chunks that a stream has not taken yet
 
     @property
@@ -134,6 +145,7 @@ class LLM:
             assembly, self._assembly = self._assembly, None
             if assembly is not None:
                 self._driver.abort_all()
+                self._recording.close()
                 assembly.close()
 
     def __enter__(self) -> Self:

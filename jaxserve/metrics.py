@@ -11,6 +11,8 @@ class StepRecord:
     """One step that has returned.  Times in seconds; tokens are real ones unless named padded."""
 
     step: int
+    planned_at: float  # the engine's clock, as the step was begun
+    landed_at: float  # and as its result had arrived at the host
     bucket: int  # tokens of the compiled shape
     rows: int  # requests with tokens in the step
     sampler: str

@@ -16,6 +16,7 @@ class Flight:
     batch: Batch
     handle: Any
     targets: list[tuple[Chunk, list[int]]]  # prompt tokens it scores
+    planned_at: float  # the engine's clock
     shape: StepShape
     predicted_s: float | None  # None until costs are measured
     schedule_s: float

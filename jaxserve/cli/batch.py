@@ -7,7 +7,7 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
-from jaxserve.cli import batch_ray, common
+from jaxserve.cli import batch_ray, common, recording
 from jaxserve.cli.batch_run import Outcome, Work, run_engine
 from jaxserve.offline import shard
 from jaxserve.offline.stop import GRACE_SECONDS
@@ -61,6 +61,7 @@ def register(subparsers: Any) -> None:
     )
     _add_order_options(parser)
     _add_resume_options(parser)
+    recording.add_options(parser)
     common.add_sampling_options(parser)
     common.add_engine_options(parser)
     parser.set_defaults(func=run)
@@ -129,6 +130,7 @@ def run(args: argparse.Namespace) -> int:
 
     _check_numbers(args)
     batch_ray.check(args)
+    recording.check(args)
     config = common.read_config(args)
     defaults = common.read_sampling(args)
     try:

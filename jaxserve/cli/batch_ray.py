@@ -40,6 +40,8 @@ def check(args: argparse.Namespace) -> None:
         raise common.UsageError("--ray-workers and --ray-resources need --ray")
     if args.ray_workers is not None and args.ray_workers < 1:
         raise common.UsageError(f"--ray-workers {args.ray_workers} must be at least 1")
+    if args.ray and (args.record is not None or args.trace_out is not None):
+        raise common.UsageError("--record and --trace-out are for one engine, not for --ray")
     if args.ray:
         import importlib.util
 

@@ -5,7 +5,7 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
-from jaxserve.cli import batch_ray, common
+from jaxserve.cli import batch_ray, common, recording
 from jaxserve.offline import shard
 
 if TYPE_CHECKING:
@@ -133,12 +133,14 @@ class _LocalRunner:
         options = JobOptions(args.token_ids, in_order=args.in_order, max_errors=args.max_errors)
         self.job = Job(self._assembly, options)
         self.close = self._assembly.close
+        self._recording = lambda: recording.during(args, self._assembly)
 
     def run(self, sink: "Sink", progress: "Progress", stop: "StopSignals") -> None:
         from jaxserve.offline.reader import Reader
 
         source = Reader(self._lines(), self._parse)
         try:
-            self.job.run(source, sink, progress, stop)
+            with self._recording():
+                self.job.run(source, sink, progress, stop)
         finally:
             source.stop()

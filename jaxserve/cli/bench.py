@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxserve.cli import common
+from jaxserve.cli import common, recording
 
 if TYPE_CHECKING:
     from jaxserve.build import Assembly
@@ -38,11 +38,13 @@ def register(subparsers: Any) -> None:
         "--save-outputs", type=Path, metavar="FILE", help="token ids of the last run, as JSON"
     )
     parser.add_argument("--json", action="store_true", help="print one object a run")
+    recording.add_options(parser)
     common.add_engine_options(parser)
     parser.set_defaults(func=run)
 
 
 def run(args: argparse.Namespace) -> int:
+    recording.check(args)
     config = common.read_config(args)
     items = _read(args)
     caching = dataclasses.replace(config.cache, prefix_caching=args.prefix_caching)
@@ -94,9 +96,10 @@ def _measure(
     outputs: list[tuple[int, ...]] = []
     try:
         replay(driver, warm_up_items(items))
-        for _ in range(args.repeat):
+        for number in range(args.repeat):
             records.clear()
-            result = replay(driver, items)
+            with recording.last_of(args, assembly, number == args.repeat - 1):
+                result = replay(driver, items)
             report = {
                 **_heading(assembly, args.workload, startup),
                 **latency_figures(items, result),
@@ -131,7 +134,15 @@ def _device(assembly: "Assembly") -> dict[str, Any]:
         "compile_s": runner.manifest.compile_s,
         "startup": assembly.startup,
         "peak_rss_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / _KIB_PER_MB,
+        "peak_device_mb": _peak_device_mb(),
     }
+
+
+def _peak_device_mb() -> float | None:
+    """Most bytes in use on one device; None where it does not tell, as a CPU."""
+    jax = sys.modules.get("jax")
+    stats = jax.local_devices()[0].memory_stats() if jax else None
+    return stats["peak_bytes_in_use"] / 1e6 if stats and "peak_bytes_in_use" in stats else None
 
 
 def _save(path: Path, outputs: list[tuple[int, ...]]) -> None:

@@ -15,12 +15,16 @@ from jaxserve.cli import (
     common,
     config,
     generate,
+    lab,
     model,
     preflight,
     serve,
 )
 
-_COMMANDS = (generate, serve, batch, batch_status, batch_merge, bench, preflight, model, config)
+_COMMANDS = (
+    *(generate, serve, batch, batch_status, batch_merge, bench, lab),
+    *(preflight, model, config),
+)
 _TWO_WORDS = ("status", "merge")  # after `batch`; an input of that name is written ./status
 
 

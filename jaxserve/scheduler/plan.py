@@ -72,6 +72,8 @@ class Plan:
     hit_tokens: int  # found in the prefix cache by requests admitted for the first time
     resume_hit_tokens: int  # found there by requests that resume
     unused: Unused | None  # None: the budget was used up
+    last_chunk: int  # tokens of the chunk that snapping may cut, before it did; 0: none
+    cut_tokens: int  # that snapping took from it
 
     @property
     def decode_tokens(self) -> int:

@@ -355,11 +355,12 @@ class Scheduler:
         decodes = self._decoding.plan() if draft.preempted else draft.decodes
         used = len(decodes.requests) + sum(n for _, n in draft.prefills)
         unused = self._unused(draft, used, len(decodes.requests))
+        last_chunk = cut = 0
         if draft.prefills and not self._equal_chunks:
-            request, num_tokens = draft.prefills[-1]
-            cut = snap.tokens_to_cut(used, num_tokens, len(decodes.requests), self.costs)
+            request, last_chunk = draft.prefills[-1]
+            cut = snap.tokens_to_cut(used, last_chunk, len(decodes.requests), self.costs)
             if cut:
-                draft.prefills[-1] = (request, num_tokens - cut)
+                draft.prefills[-1] = (request, last_chunk - cut)
                 used, unused = used - cut, Unused.SNAP
         self._decoding.advance(decodes)
         chunks = [
@@ -378,6 +379,8 @@ class Scheduler:
             hit_tokens=draft.hit_tokens,
             resume_hit_tokens=draft.resume_hit_tokens,
             unused=unused,
+            last_chunk=last_chunk,
+            cut_tokens=cut,
         )
 
     def _start(self, request: Request, num_tokens: int) -> Chunk:
