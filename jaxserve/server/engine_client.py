@@ -158,6 +158,9 @@ class EngineClient:
         """All prompts of one request, or none and an exception: ValueError for one that can never
         run, QueueFull.  Only in a state that is ready."""
         assert self._driver is not None
+        samples, most = len(prompts) * sampling.n, self.config.server.max_queue
+        if samples > most:
+            raise ValueError(f"{samples} samples are more than server.max_queue={most} may wait")
         generations: list[Generation] = []
         try:
             for prompt in prompts:

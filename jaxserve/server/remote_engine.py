@@ -96,6 +96,8 @@ class RemoteEngine:
         """Sends the `n` samples of one prompt.  Raises as `Engine.add` does."""
         tokens = admission.check(self.config, self.limits, prompt, sampling)
         admission.check_labels(priority, salt)
+        if sampling.n > self.config.server.max_queue:
+            raise ValueError(f"n={sampling.n} is more than server.max_queue allows at any time")
         self.check_queue(sampling.n, sampling.n * len(tokens))
         first = self._numbers.take(sampling.n)
         requests = [

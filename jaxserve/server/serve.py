@@ -111,14 +111,19 @@ class Server(uvicorn.Server):
         try:
             await self._service.text.start()
         except (OSError, TimeoutError) as error:
-            self._failure = error
-            self.stop()
+            self._fail(error)
 
     async def _run_engine(self, note: Callable[[str], None]) -> None:
         engine = self._service.engine
         try:
             await engine.run()
             note("error: the engine has died; /health and /ready say so")
-        except EngineFailed as error:
-            self._failure = error
-            self.stop()
+        except Exception as error:  # EngineFailed, or a fault of the server itself
+            if not isinstance(error, EngineFailed):
+                _log.exception("the server cannot go on")
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        """Ends the server; `run` raises `error`."""
+        self._failure = error
+        self.stop()

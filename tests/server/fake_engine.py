@@ -1,7 +1,7 @@
 """The engine process with an arithmetic model in place of the real one (`tests/cli/fakes.py`).
 
-`python -m tests.server.fake_engine FD`.  A step takes some time, so that a request has something to
-be cancelled in, and some characters of a prompt make it go wrong.
+`python -m tests.server.fake_engine [SECONDS] FD`.  A step takes so many seconds, so that a request
+has something to be cancelled in, and some characters of a prompt make it go wrong.
 """
 
 import os
@@ -16,7 +16,6 @@ from jaxserve.server import engine_process
 from jaxserve.text.tokenizer import Tokenizer
 from tests.cli import fakes
 
-STEP_SECONDS = 0.002
 DIES, RAISES, HANGS, BAD = "\x01", "\x02", "\x03", "\x04"
 SECRET = "/secret/path"
 
@@ -27,8 +26,10 @@ class Manifest(fakes.FakeManifest):
 
 
 class FaultyRunner(fakes.FakeRunner):
-    """A step with a token of DIES ends the process, one of RAISES fails, one of HANGS takes 1.5 s,
+    """A step with a token of DIES ends the process, one of RAISES fails, one of HANGS takes 3 s,
     and a row whose last token is BAD has no finite logits."""
+
+    step_seconds = 0.002
 
     def __init__(self, config: EngineConfig, tokenizer: Tokenizer) -> None:
         super().__init__(config, tokenizer)
@@ -37,14 +38,14 @@ class FaultyRunner(fakes.FakeRunner):
         self._dies, self._raises, self._hangs, self._bad = tokenizer.encode(marks)
 
     def dispatch(self, batch: Batch) -> StepResult:
-        time.sleep(STEP_SECONDS)
+        time.sleep(self.step_seconds)
         tokens = batch.inputs.tokens.tolist()
         if self._dies in tokens:
             os._exit(9)
         if self._raises in tokens:
             raise RuntimeError(f"{SECRET} is not there")
         if self._hangs in tokens:
-            time.sleep(1.5)
+            time.sleep(3.0)
         result = super().dispatch(batch)
         if batch.samples is not None:
             for row, index in enumerate(batch.samples.token_index[: len(result.bad)].tolist()):
@@ -54,5 +55,7 @@ class FaultyRunner(fakes.FakeRunner):
 
 
 if __name__ == "__main__":
+    if len(sys.argv) > 2:
+        FaultyRunner.step_seconds = float(sys.argv[1])
     fakes.FakeRunner = FaultyRunner
-    sys.exit(engine_process.run(socket.socket(fileno=int(sys.argv[1])), fakes.assemble))
+    sys.exit(engine_process.run(socket.socket(fileno=int(sys.argv[-1])), fakes.assemble))

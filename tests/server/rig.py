@@ -27,6 +27,7 @@ from jaxserve.text.tokenizer import load_tokenizer
 from tests.cli import fakes
 
 ENGINE = (sys.executable, "-m", "tests.server.fake_engine")
+SLOW_ENGINE = (*ENGINE, "0.02")  # a request of 240 tokens takes five seconds
 MODEL = "fake-model"
 
 

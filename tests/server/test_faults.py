@@ -16,11 +16,11 @@ import pytest
 
 from jaxserve.server.engine_client import State
 from tests.server.fake_engine import BAD, DIES, HANGS, RAISES, SECRET
-from tests.server.rig import MODEL, Rig, running, wait_for
+from tests.server.rig import MODEL, SLOW_ENGINE, Rig, running, wait_for
 
 TEXT = "/v1/completions"
 LONG = {"prompt": "long", "max_tokens": 240, "ignore_eos": True}
-SLOW_STALL = {"server": {"stall_s": 1.0}}
+SLOW_STALL = {"server": {"stall_s": 2.0}}
 
 
 def connect(server: Rig, body: dict[str, Any], *, small: bool = False) -> socket.socket:
@@ -171,7 +171,7 @@ def test_cve_2026_73559_the_queue_is_bounded_by_requests_and_by_tokens(tmp_path:
         "scheduler": {"max_seqs": 1},
         "server": {"max_queue": 3, "max_queue_tokens": 100},
     }
-    with running(tmp_path / "m", **sections) as server:
+    with running(tmp_path / "m", engine=SLOW_ENGINE, **sections) as server:
         held = [connect(server, LONG)]
         wait_for(lambda: server.engine.num_requests == 1 and server.engine.num_queued == 0)
         held.append(connect(server, LONG | {"prompt": "x" * 90}))
@@ -197,13 +197,52 @@ def test_cve_2026_73559_the_queue_is_bounded_by_requests_and_by_tokens(tmp_path:
         assert server.canary()
 
 
+def test_more_samples_than_may_ever_wait_are_refused_for_good(tmp_path: Path):
+    with running(tmp_path / "m", server={"max_queue": 3}) as server:
+        for body in ({"prompt": "a", "n": 4}, {"prompt": ["a", "b"], "n": 2}):
+            answer = server.post(TEXT, json=body)
+            assert answer.status_code == 400 and "max_queue" in answer.text
+        assert server.post(TEXT, json={"prompt": "a", "n": 3}).status_code == 200
+
+
+def test_priority_of_a_request_decides_who_is_next(tmp_path: Path):
+    sections = {"scheduler": {"max_seqs": 1, "policy": "priority"}}
+    with running(tmp_path / "m", engine=SLOW_ENGINE, **sections) as server:
+        first = connect(server, LONG)
+        wait_for(lambda: server.engine.gauges.running == 1)
+        order: list[int] = []
+
+        def ask(priority: int) -> None:
+            body = {"prompt": "p", "max_tokens": 5, "ignore_eos": True, "priority": priority}
+            assert server.post(TEXT, json=body).status_code == 200
+            order.append(priority)
+
+        threads = [threading.Thread(target=ask, args=(priority,)) for priority in (5, 0, -5)]
+        for thread in threads:
+            thread.start()
+        wait_for(lambda: server.engine.num_requests == 4)
+        first.close()
+        for thread in threads:
+            thread.join()
+        assert order == [-5, 0, 5]
+
+
+def test_b54_blocks_are_shared_only_under_the_same_salt(server: Rig):
+    def cached(salt: str) -> int:
+        body = {"prompt": "a long prompt that fills more than one block of the cache " * 2}
+        usage = server.post(TEXT, json=body | {"cache_salt": salt, "max_tokens": 1}).json()["usage"]
+        return usage["prompt_tokens_details"]["cached_tokens"]
+
+    assert [cached(salt) for salt in ("one", "one", "two", "two", "one")] == [0, 96, 0, 96, 96]
+
+
 def test_b84_a_frozen_engine_is_not_ready_until_it_goes_on(tmp_path: Path):
     with running(tmp_path / "m", **SLOW_STALL) as server:
         before = server.canary()
         pid = server.engine.pid
         assert pid is not None
         os.kill(pid, signal.SIGSTOP)
-        wait_for(lambda: server.get("/ready").status_code == 503, 5)
+        wait_for(lambda: server.get("/ready").status_code == 503, 8)
         assert server.get("/ready").json() == {"status": "stalled"}
         assert server.get("/health").status_code == 503
         refused = server.post(TEXT, json={"prompt": "a"})

@@ -18,6 +18,7 @@ import httpx
 import pytest
 from safetensors.numpy import save_file
 
+from jaxserve.cli.main import main
 from tests.cli import fakes
 from tests.reference import tiny
 from tests.server.rig import wait_for
@@ -151,13 +152,14 @@ def alive(pid: int) -> bool:
         (["--set", "server.idle_s=0"], "server.idle_s"),
     ],
 )
-def test_what_cannot_be_served_is_one_line_and_exit_2(options: list[str], words: str, folder: Path):
-    argv = ["serve", "--port", "0", "--model", str(folder), *options]
-    ran = subprocess.run(
-        [sys.executable, "-c", FAKE, *argv], capture_output=True, text=True, cwd=ROOT, timeout=60
-    )
-    assert (ran.returncode, ran.stdout) == (2, "")
-    assert words in ran.stderr and len(ran.stderr.splitlines()) == 1
+def test_what_cannot_be_served_is_one_line_and_exit_2(
+    options: list[str], words: str, folder: Path, capsys: pytest.CaptureFixture[str]
+):
+    with pytest.raises(SystemExit) as stop:
+        raise SystemExit(main(["serve", "--port", "0", "--model", str(folder), *options]))
+    out, err = capsys.readouterr()
+    assert (stop.value.code, out) == (2, "")
+    assert words in err and len(err.splitlines()) == 1
 
 
 def test_a_public_address_without_keys_is_warned_about(folder: Path):
@@ -166,17 +168,11 @@ def test_a_public_address_without_keys_is_warned_about(folder: Path):
         assert "warning: whoever reaches 0.0.0.0" in served.process.stderr.readline()
 
 
-def test_a_port_that_is_taken_is_exit_2(folder: Path):
+def test_a_port_that_is_taken_is_exit_2(folder: Path, capsys: pytest.CaptureFixture[str]):
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        argv = ["serve", "--model", str(folder), "--port", str(taken.getsockname()[1])]
-        ran = subprocess.run(
-            [sys.executable, "-c", FAKE, *argv],
-            capture_output=True,
-            text=True,
-            timeout=60,
-            cwd=ROOT,
-        )
-    assert ran.returncode == 2 and "in use" in ran.stderr
+        port = taken.getsockname()[1]
+        assert main(["serve", "--model", str(folder), "--port", str(port)]) == 2
+    assert "in use" in capsys.readouterr().err
 
 
 def test_a_real_model_and_one_that_cannot_start(tmp_path: Path):
