@@ -19,7 +19,7 @@ MAX_PROMPTS = 128  # of one body
 MAX_CHOICES = 128  # prompts times n of one body
 _ENDINGS = re.compile(r"([.-](i?q\d\w*|bf16|f16|f32))?(\.gguf)?$")
 # Fields of OpenAI's that are not supported, with the values that ask for nothing.
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
+NEUTRAL: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "best_of": (1,),
     "echo": (False,),
@@ -90,6 +90,9 @@ class _Chat(_Common, kw_only=True):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
+
+
+BODIES = (_Chat, _Text)  # for a description of them
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -165,8 +168,8 @@ def convert[T: msgspec.Struct](value: dict[str, Any], kind: type[T], where: str)
     for key, entry in value.items():
         if key in known:
             taken[key] = entry
-        elif issubclass(kind, _Common) and key in _NEUTRAL:
-            if entry is not None and entry not in _NEUTRAL[key]:
+        elif issubclass(kind, _Common) and key in NEUTRAL:
+            if entry is not None and entry not in NEUTRAL[key]:
                 message = f"{where}{key} is not supported with this value; leave it out"
                 raise RequestError("unsupported_field", message, f"{where}{key}")
         else:

@@ -3,6 +3,7 @@
 import logging
 import re
 import uuid
+from typing import Any
 
 import msgspec
 from starlette.exceptions import HTTPException
@@ -11,7 +12,7 @@ from starlette.responses import Response
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from jaxserve.server import keys
+from jaxserve.server import keys, openapi
 from jaxserve.server.body import read_body
 from jaxserve.server.completions import Completions
 from jaxserve.server.engine_client import State
@@ -30,12 +31,13 @@ _log = logging.getLogger(__name__)
 
 def make_app(service: Service, files: FilesAndBatches | None = None) -> ASGIApp:
     """Everything behind a port."""
-    small = _Small(service)
+    small = _Small(service, openapi.describe(service.names[0], has_files=files is not None))
     routes = [
         Route("/", Page().show),
         Route("/health", small.health),
         Route("/ready", small.ready),
         Route("/metrics", small.metrics),
+        Route("/openapi.json", small.openapi),
         Route("/v1/models", small.models),
         Route("/v1/models/{name:path}", small.model),
         Route("/v1/chat/completions", Completions(service, is_chat=True), methods=["POST"]),
@@ -103,8 +105,9 @@ class _Edge:
 class _Small:
     """Routes that answer at once."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: Service, description: dict[str, Any]) -> None:
         self._service = service
+        self._description = description
         self._exposition = Exposition(service)
 
     async def health(self, request: Request) -> Response:
@@ -119,6 +122,9 @@ class _Small:
     async def metrics(self, request: Request) -> Response:
         data, content_type = self._exposition.encode(request.headers.get("accept", ""))
         return Response(data, headers={"content-type": content_type})
+
+    async def openapi(self, request: Request) -> Response:
+        return _json(self._description)
 
     async def models(self, request: Request) -> Response:
         data = [self._model(name) for name in self._service.names]

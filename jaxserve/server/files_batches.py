@@ -29,7 +29,7 @@ MAX_LISTED = 100
 MAX_METADATA, MAX_METADATA_TEXT = 16, 512  # entries, and characters of a value (as OpenAI)
 
 
-class _NewBatch(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+class NewBatch(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     input_file_id: str
     endpoint: str
     completion_window: str
@@ -125,7 +125,7 @@ class FilesAndBatches:
         limits = self._service.engine.config.server
         body = await read_body(request, min(limits.max_body_bytes, 1 << 20), limits.idle_s)
         try:
-            asked = convert(strict_json.parse_object(body, "body"), _NewBatch, "")
+            asked = convert(strict_json.parse_object(body, "body"), NewBatch, "")
         except RequestError as error:
             raise errors.invalid(error.code, str(error), error.param) from error
         _check(asked)
@@ -173,7 +173,7 @@ class FilesAndBatches:
         return record
 
 
-def _check(asked: _NewBatch) -> None:
+def _check(asked: NewBatch) -> None:
     """Raises ApiError."""
     if asked.endpoint not in ENDPOINTS:
         message = f"endpoint must be {' or '.join(ENDPOINTS)}"

@@ -26,7 +26,7 @@ MAX_MEMORY = 4 << 30  # bytes of address space beside what the start took
 MAX_IDS = 1 << 20  # of one /detokenize
 
 
-class _Tokenize(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+class Tokenize(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """`/tokenize`: a text, or messages as the chat template writes them."""
 
     model: str | None = None
@@ -35,7 +35,7 @@ class _Tokenize(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     return_token_strs: bool | None = None
 
 
-class _Detokenize(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+class Detokenize(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     model: str | None = None
     tokens: list[int]
 
@@ -83,7 +83,7 @@ class Reader:
         )
 
     def _tokenize(self, value: dict[str, Any]) -> bytes:
-        asked = convert(value, _Tokenize, "")
+        asked = convert(value, Tokenize, "")
         if (asked.prompt is None) == (asked.messages is None):
             message = "give exactly one of prompt, messages"
             raise RequestError("invalid_request", message, "prompt")
@@ -100,7 +100,7 @@ class Reader:
         return msgspec.json.encode(answer)
 
     def _detokenize(self, value: dict[str, Any]) -> bytes:
-        asked = convert(value, _Detokenize, "")
+        asked = convert(value, Detokenize, "")
         if len(asked.tokens) > MAX_IDS:
             raise RequestError("invalid_request", f"tokens has more than {MAX_IDS} ids", "tokens")
         size = self._tokenizer.vocab_size
