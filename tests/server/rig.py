@@ -129,7 +129,8 @@ def running(
 
     def run() -> None:
         try:
-            with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
+            # Not uvloop: it forks for a child, and this process may have JAX threads.
+            with asyncio.Runner(loop_factory=asyncio.new_event_loop) as runner:
                 loop.append(runner.get_loop())
                 runner.run(server.run_until_stopped(listener, notes.append))
         except BaseException as error:
