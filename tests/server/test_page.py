@@ -75,6 +75,7 @@ def browser() -> Iterator[Any]:
             yield browser
 
 
+@pytest.mark.slow
 def test_a_chat_in_a_browser(browser: Any, tmp_path: Path):
     with running(tmp_path / "m", keys=Keys(["sesame"])) as rig:
         page = browser.new_page(viewport={"width": 900, "height": 700})
