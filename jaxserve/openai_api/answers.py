@@ -6,6 +6,7 @@ from typing import Any
 
 from jaxserve.completion import Chunk, Completion, Sample, Usage
 from jaxserve.request import TokenLogprobs
+from jaxserve.text.detokenizer import Detokenizer
 from jaxserve.text.tokenizer import Tokenizer
 
 LEAST_LOGPROB = -9999.0  # stands for minus infinity, which JSON cannot write (as in OpenAI's API)
@@ -26,12 +27,12 @@ def body(
     of the second prompt follow those of the first.
     """
     first = completions[0]
-    choices = [sample for completion in completions for sample in completion.outputs]
+    samples = [(done.prompt_token_ids, sample) for done in completions for sample in done.outputs]
     result: dict[str, Any] = {
         **head(model=model, name=name, is_chat=is_chat, streamed=False),
         "choices": [
-            _choice(sample, index, tokenizer, is_chat=is_chat, token_ids=token_ids)
-            for index, sample in enumerate(choices)
+            Choice(index, prompt, tokenizer, is_chat=is_chat, token_ids=token_ids).write(sample)
+            for index, (prompt, sample) in enumerate(samples)
         ],
         "usage": usage([completion.usage for completion in completions]),
     }
@@ -71,45 +72,53 @@ def prompt_logprobs(
     return [None if entry is None else _entry(entry, tokenizer) for entry in entries]
 
 
-def chunk_choice(
-    chunk: Chunk, index: int, tokenizer: Tokenizer, *, is_chat: bool, token_ids: bool
-) -> dict[str, Any]:
-    """What a chunk adds to choice `index`, for an event of a stream."""
-    choice: dict[str, Any] = {"index": index}
-    if is_chat:
-        choice["delta"] = {"content": chunk.text} if chunk.text else {}
-    else:
-        choice["text"] = chunk.text
-    choice["logprobs"] = _logprobs(chunk.logprobs, tokenizer, is_chat)
-    choice["finish_reason"] = chunk.finish_reason
-    if token_ids:
-        choice["token_ids"] = chunk.token_ids
-    return choice
+class Choice:
+    """One choice of an answer: whole from its sample, or bit by bit from its chunks."""
 
+    def __init__(
+        self,
+        index: int,
+        prompt: Sequence[int],
+        tokenizer: Tokenizer,
+        *,
+        is_chat: bool,
+        token_ids: bool,
+    ) -> None:
+        self._index = index
+        self._tokenizer = tokenizer
+        self._is_chat = is_chat
+        self._token_ids = token_ids
+        self._places = Detokenizer(tokenizer, prompt)
+        self._place = 0  # characters of the tokens so far
 
-def _choice(
-    sample: Sample, index: int, tokenizer: Tokenizer, *, is_chat: bool, token_ids: bool
-) -> dict[str, Any]:
-    choice: dict[str, Any] = {"index": index}
-    if is_chat:
-        choice["message"] = {"role": "assistant", "content": sample.text}
-    else:
-        choice["text"] = sample.text
-    choice["logprobs"] = _logprobs(sample.logprobs, tokenizer, is_chat)
-    choice["finish_reason"] = sample.finish_reason
-    if token_ids:
-        choice["token_ids"] = sample.token_ids
-    return choice
+    def write(self, part: Sample | Chunk) -> dict[str, Any]:
+        """Its entry in `choices`; of a chunk what it adds, for an event of a stream."""
+        choice: dict[str, Any] = {"index": self._index}
+        if not self._is_chat:
+            choice["text"] = part.text
+        elif isinstance(part, Sample):
+            choice["message"] = {"role": "assistant", "content": part.text}
+        else:
+            choice["delta"] = {"content": part.text} if part.text else {}
+        choice["logprobs"] = None if part.logprobs is None else self._logprobs(part.logprobs)
+        choice["finish_reason"] = part.finish_reason
+        if self._token_ids:
+            choice["token_ids"] = part.token_ids
+        return choice
 
+    def _logprobs(self, entries: tuple[TokenLogprobs, ...]) -> dict[str, Any]:
+        if self._is_chat:
+            return {"content": [_entry(entry, self._tokenizer) for entry in entries]}
+        return _columns(entries, self._tokenizer) | {"text_offset": self._offsets(entries)}
 
-def _logprobs(
-    entries: tuple[TokenLogprobs, ...] | None, tokenizer: Tokenizer, is_chat: bool
-) -> dict[str, Any] | None:
-    if entries is None:
-        return None
-    if is_chat:
-        return {"content": [_entry(entry, tokenizer) for entry in entries]}
-    return _columns(entries, tokenizer)
+    def _offsets(self, entries: tuple[TokenLogprobs, ...]) -> list[int]:
+        """Where the text of each token begins: how many characters of the choice's text were
+        complete before it.  Tokens that together are one character begin at one place."""
+        offsets: list[int] = []
+        for entry in entries:
+            offsets.append(self._place)
+            self._place += len(self._places.push((entry.token,)))
+        return offsets
 
 
 def _entry(entry: TokenLogprobs, tokenizer: Tokenizer) -> dict[str, Any]:

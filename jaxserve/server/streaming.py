@@ -34,7 +34,7 @@ class Events:
         self._head = answers.head(model=model, name=name, is_chat=is_chat, streamed=True)
         if parsed.include_usage:  # null in all events but the last
             self._head["usage"] = None
-        self._begun: set[int] = set()
+        self._choices: dict[int, answers.Choice] = {}  # that have begun
 
     def of(self, chunks: list[tuple[int, Chunk]], exchange: Exchange) -> Iterator[bytes]:
         """Events of what has come; nothing for a chunk that adds nothing yet."""
@@ -42,17 +42,9 @@ class Events:
         for choice, chunk in chunks:
             if not (chunk.text or chunk.finish_reason or chunk.logprobs or asked.return_token_ids):
                 continue
-            if choice not in self._begun:
+            if choice not in self._choices:
                 yield from self._begin(choice, exchange)
-            yield self._event(
-                answers.chunk_choice(
-                    chunk,
-                    choice,
-                    self._tokenizer,
-                    is_chat=self._is_chat,
-                    token_ids=asked.return_token_ids,
-                )
-            )
+            yield self._event(self._choices[choice].write(chunk))
 
     def end(self, exchange: Exchange) -> Iterator[bytes]:
         """The last events: the usage when it was asked for."""
@@ -62,7 +54,14 @@ class Events:
         yield DONE
 
     def _begin(self, choice: int, exchange: Exchange) -> Iterator[bytes]:
-        first, self._begun = not self._begun, self._begun | {choice}
+        first = not self._choices
+        self._choices[choice] = answers.Choice(
+            choice,
+            exchange.generations[choice // self._parsed.sampling.n].prompt,
+            self._tokenizer,
+            is_chat=self._is_chat,
+            token_ids=self._parsed.return_token_ids,
+        )
         if self._is_chat:
             delta = {"role": "assistant", "content": ""}
             yield self._event(

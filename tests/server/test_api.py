@@ -5,9 +5,11 @@ import asyncio
 import openai
 import pytest
 
+from jaxserve.completion import Sample
 from jaxserve.config import EngineConfig
 from jaxserve.llm import LLM
-from jaxserve.request import SamplingParams
+from jaxserve.openai_api import answers
+from jaxserve.request import SamplingParams, TokenLogprobs
 from tests.cli import fakes
 from tests.server.rig import MODEL, Rig
 
@@ -103,3 +105,27 @@ def test_the_answer_is_that_of_the_python_api(server: Rig):
         model=MODEL, prompt="hello", max_tokens=30, temperature=0.9, seed=7
     )
     assert answer.choices[0].text == expected.text
+
+
+def test_text_offset_says_where_each_token_begins(server: Rig):
+    """Streamed too, for every choice; tokens of one character all begin where it does."""
+    options = dict(model=MODEL, prompt=["é", "b"], n=2, max_tokens=12, seed=1, logprobs=0)
+    pieces: dict[int, tuple[str, list[int]]] = {}
+    with server.client() as client:
+        whole = client.completions.create(**options)
+        for event in client.completions.create(**options, stream=True):
+            choice = event.choices[0]
+            text, offsets = pieces.get(choice.index, ("", []))
+            new = choice.logprobs.text_offset if choice.logprobs else []
+            pieces[choice.index] = (text + choice.text, offsets + new)
+    for choice in whole.choices:
+        assert choice.logprobs is not None
+        assert pieces[choice.index] == (choice.text, choice.logprobs.text_offset)
+
+    tokenizer = fakes.byte_tokenizer()
+    ids = (*tokenizer.encode("aé😀b"), *tokenizer.eos_ids)
+    logprobs = tuple(TokenLogprobs(token, -1.0, 1, ()) for token in ids)
+    sample = Sample(0, "aé😀b", ids, "stop", logprobs)
+    choice = answers.Choice(0, [], tokenizer, is_chat=False, token_ids=False)
+    offsets = choice.write(sample)["logprobs"]["text_offset"]
+    assert offsets == [0, 1, 1, 2, 2, 2, 2, 3, 4]
