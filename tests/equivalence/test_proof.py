@@ -29,6 +29,19 @@ def test_every_bucket_equals_the_smallest(runner):
     assert runner.compiles_after_warmup == 0
 
 
+def test_a_difference_is_measured_against_the_larger_of_value_and_state():
+    common = np.random.default_rng(0).normal(0, 1, (3, 4096))
+    huge = common.copy()
+    huge[1, 7] = 1e4  # its state's root mean square is 156
+    assert warmup.difference(huge, huge) == 0
+    for reference, place, size in ((common, (1, 7), 1), (huge, (1, 7), 1e4), (huge, (1, 8), 156)):
+        found = reference.copy()
+        found[place] += 0.01 * size
+        assert warmup.difference(found, reference) == pytest.approx(0.01, rel=0.05)
+    found[0, 0] = np.nan
+    assert not warmup.difference(found, reference) <= math.inf
+
+
 def wrong_hidden(compiled):
     def run(*arguments):
         kv, hidden, mark = compiled(*arguments)
