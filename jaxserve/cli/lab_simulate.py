@@ -62,9 +62,7 @@ def add_load_options(parser: argparse.ArgumentParser) -> None:
 def add_cost_options(parser: argparse.ArgumentParser) -> None:
     """What a step takes."""
     group = parser.add_argument_group("costs, one of; those of --trace where none is given")
-    group.add_argument(
-        "--costs", type=Path, metavar="FILE", help="of a recorded run, or a cost table"
-    )
+    group.add_argument("--costs", metavar="FILE|NAME", help="of a recorded run, or a cost table")
     group.add_argument(
         "--chip", metavar="TARGET", help="by the data sheet: h200, a100:2, v5e:2x4, ..."
     )
