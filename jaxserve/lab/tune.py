@@ -234,11 +234,10 @@ def choose(measured: Comparison, tried: Sequence[Candidate]) -> Choice:
         for candidate in tried[1:]:
             result = by_name.get(candidate.variant.name)
             figure = None if result is None else result.figures.get(name)
-            if figure is None or figure.versus is None or not figure.versus.differs:
+            if figure is None or figure.versus is None or figure.versus.low <= 0:
                 continue
-            if figure.versus.low > 0:
-                mean, first = figure.interval.mean, base.figures[name].interval.mean
-                better.append((mean, candidate, f"{name} {mean:.2f} against {first:.2f}"))
+            mean, first = figure.interval.mean, base.figures[name].interval.mean
+            better.append((mean, candidate, f"{name} {mean:.2f} against {first:.2f}"))
         if better:
             _, candidate, why = max(better, key=lambda one: one[0])
             return Choice(candidate, why)

@@ -152,7 +152,8 @@ def test_the_text_says_what_was_simulated_measured_and_chosen(a_trace):
         f"--set scheduler.token_budget={other.budget}",
     ):
         assert part in " ".join(text.split())
-    assert settings.loads(tune_text.toml(CONFIG, found)).server.max_queue == 7
+    written = settings.loads(tune_text.toml(CONFIG, found))
+    assert written.server.max_queue == 7 and tune.current(written) == other
 
 
 @pytest.mark.parametrize(
