@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from jaxserve.lab.subject import Subject
     from jaxserve.lab.trace import Trace
 
+SCHEDULERS = ("production", "prefill-first", "unmixed")
+
 
 def register(commands: Any) -> None:
     parser = commands.add_parser(
@@ -28,6 +30,13 @@ def register(commands: Any) -> None:
     add_load_options(parser)
     add_cost_options(parser)
     add_slo_options(parser)
+    parser.add_argument(
+        "--scheduler",
+        choices=SCHEDULERS,
+        default="production",
+        help="rules to compare with, which exist in simulations only: prefill-first (whole prompts "
+        "before any decode), unmixed (chunks and decodes in turn)",
+    )
     parser.add_argument("--json", action="store_true", help="print one object")
     common.add_engine_options(parser)
     parser.set_defaults(func=run)
@@ -54,7 +63,10 @@ def add_cost_options(parser: argparse.ArgumentParser) -> None:
     """What a step takes."""
     group = parser.add_argument_group("costs, one of; those of --trace where none is given")
     group.add_argument(
-        "--costs", type=Path, metavar="FILE", help="of a recorded run, or a cost table"
+        "--costs",
+        metavar="FILE|NAME",
+        help="of a recorded run, a table, or one of those that come with jaxserve by its name: "
+        "a100-llama3-8b, a100x2-codellama-34b",
     )
     group.add_argument(
         "--chip", metavar="TARGET", help="by the data sheet: h200, a100:2, v5e:2x4, ..."
@@ -79,19 +91,23 @@ def add_slo_options(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     check(args)
     try:
-        from jaxserve.lab import simulate, simulate_text, trace
+        from jaxserve.lab import baselines, simulate, simulate_text, trace
 
         recorded = None if args.trace is None else trace.load(args.trace)
         subject = read_subject(args, recorded)
         offered = read_load(args, recorded, subject.config.model.max_len)
         sampler = "greedy" if recorded is None else simulate.sampler_of(recorded)
-        played = simulate.play(subject.config, subject.model, offered, sampler=sampler)
+        make_engine = baselines.ENGINES[args.scheduler]
+        played = simulate.play(
+            subject.config, subject.model, offered, sampler=sampler, make_engine=make_engine
+        )
     except ValueError as error:
         raise common.UsageError(common.one_line(error)) from error
     report = {
         "simulated": True,
         "costs": subject.source,
         "model": subject.config.model.name,
+        "scheduler": args.scheduler,
         "budget": subject.config.scheduler.token_budget,
         **simulate.report(played, args.ttft_slo, args.tpot_slo),
     }
@@ -136,7 +152,8 @@ def read_subject(args: argparse.Namespace, recorded: "Trace | None") -> "Subject
         return subject.on_chip(
             config, args.config, args.chip, efficiency=args.efficiency, host_s=host_s or 0.0
         )
-    costs = subject.read_costs(args.costs or args.trace)
+    path = args.trace if args.costs is None else subject.find(args.costs)
+    costs = subject.read_costs(path)
     config = common.read_config(args)
     base = costs.config if recorded is None else settings.loads(recorded.header.config)
     if not given and base is not None:
@@ -145,7 +162,7 @@ def read_subject(args: argparse.Namespace, recorded: "Trace | None") -> "Subject
     model = costs.model
     if host_s is not None:
         model = dataclasses.replace(model, host=host_s, host_row=0.0)
-    source = f"{(args.costs or args.trace).name}, {costs.source}"
+    source = f"{path.name}, {costs.source}"
     return subject.Subject(subject.resolved(config, facts), model, source)
 
 

@@ -15,6 +15,7 @@ from jaxserve.preflight import check, describe, target
 from jaxserve.preflight.child import Job
 from jaxserve.runner.memory import GIB
 
+_TABLES = Path(__file__).parent / "tables"
 _WAIT = 3  # in `Step.phases`
 _GZIP = b"\x1f\x8b"
 
@@ -54,6 +55,24 @@ class Costs:
     source: str  # for people
     facts: Facts | None  # None: it does not say
     config: EngineConfig | None  # of the recorded run
+
+
+def shipped_names() -> list[str]:
+    """Tables that come with the package."""
+    return sorted(path.stem for path in _TABLES.glob("*.json"))
+
+
+def find(name: str) -> Path:
+    """A file, or a table that comes with the package.  Raises ValueError when it is neither."""
+    path = Path(name)
+    return path if path.exists() else shipped(name)
+
+
+def shipped(name: str) -> Path:
+    """Raises ValueError for a name that is none of `shipped_names`."""
+    if name not in shipped_names():
+        raise ValueError(f"costs {name!r}: no such file; tables here: {', '.join(shipped_names())}")
+    return _TABLES / f"{name}.json"
 
 
 def read_costs(path: Path) -> Costs:

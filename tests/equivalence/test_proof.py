@@ -29,19 +29,6 @@ def test_every_bucket_equals_the_smallest(runner):
     assert runner.compiles_after_warmup == 0
 
 
-def test_a_difference_is_measured_against_the_larger_of_value_and_state():
-    common = np.random.default_rng(0).normal(0, 1, (3, 4096))
-    huge = common.copy()
-    huge[1, 7] = 1e4  # its state's root mean square is 156
-    assert warmup.difference(huge, huge) == 0
-    for reference, place, size in ((common, (1, 7), 1), (huge, (1, 7), 1e4), (huge, (1, 8), 156)):
-        found = reference.copy()
-        found[place] += 0.01 * size
-        assert warmup.difference(found, reference) == pytest.approx(0.01, rel=0.05)
-    found[0, 0] = np.nan
-    assert not warmup.difference(found, reference) <= math.inf
-
-
 def wrong_hidden(compiled):
     def run(*arguments):
         kv, hidden, mark = compiled(*arguments)
@@ -78,6 +65,35 @@ def reads_one_slot_too_far(shapes):
         return run
 
     return wrap
+
+
+def mixes_rows(shapes):
+    """The second row of a step reads the blocks of the first."""
+
+    def wrap(compiled):
+        def run(weights, kv, hidden, last_tokens, packed):
+            packed = packed.copy()
+            x = unpack(packed, shapes)
+            if x.kv_lens[1] > 0:
+                x.block_tables[1] = x.block_tables[0]
+            return compiled(weights, kv, hidden, last_tokens, packed)
+
+        return run
+
+    return wrap
+
+
+def test_two_requests_share_a_step_however_small_the_smallest_bucket(make_rig):
+    runner = make_rig("gqa_9_3", budgets=(1, 16)).runner
+    assert warmup.prove(runner) < 1e-3
+    program = runner.manifest.get("backbone", 16)
+    good = program.compiled
+    program.compiled = mixes_rows(runner.step.shapes(16))(good)
+    try:
+        with pytest.raises(warmup.ProofError, match=r"backbone\[16\]"):
+            warmup.prove(runner)
+    finally:
+        program.compiled = good
 
 
 @pytest.mark.parametrize("fault", ["hidden", "padding", "context"])

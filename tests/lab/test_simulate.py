@@ -237,6 +237,11 @@ def test_the_command_takes_a_cost_table(jaxserve, tmp_path: Path):
     found = json.loads(ran.out)
     assert found["budget"] == 64 and found["costs"] == "costs.json, an abacus"
     assert found["kv"]["max"] > 0.5  # 1073 tokens
+    by_name = [*words, "--costs", "a100-llama3-8b", "--scheduler", "prefill-first"]
+    found = json.loads(jaxserve("lab", "simulate", *by_name).out)
+    assert found["scheduler"] == "prefill-first" and "A100" in found["costs"]
+    ran = jaxserve("lab", "simulate", *words, "--costs", "abacus")
+    assert ran.code == 2 and "'abacus': no such file; tables here: a100-llama3-8b" in ran.err
 
 
 def test_the_command_estimates_a_chip_by_its_data_sheet(jaxserve):
