@@ -15,11 +15,6 @@ from tests.equivalence.rig import Answer, generate
 from tests.reference import files
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
-GEMMA = "real_gemma3"
-
-
-def test_the_references_of_gemma_were_made_from_the_pinned_file() -> None:
-    assert files.real_source(GEMMA) == sources.GEMMA3.sha256
 
 
 @pytest.mark.parametrize("pinned", sources.PINNED.values(), ids=sources.PINNED)
@@ -55,20 +50,3 @@ def test_the_long_text_has_the_perplexity_of_transformers(served) -> None:
     found = _logprobs(generate(made.engine, [expected.ids], [scored])[0])
     np.testing.assert_allclose(found, expected.logprobs[1:], rtol=0, atol=1e-3)
     assert np.exp(-np.mean(found)) == pytest.approx(expected.perplexity, rel=0.005)
-
-
-@pytest.mark.slow
-def test_prompts_of_gemma_equal_transformers(served) -> None:
-    """All at once, so that steps are mixed: every log-probability, and 64 greedy ids."""
-    pinned, made = served
-    if pinned != sources.GEMMA3:
-        pytest.skip("test_real_model.py has the default model's")
-    prompts = files.real_prompts(GEMMA)
-    scored = dataclasses.replace(GREEDY, prompt_logprobs=0)
-    ids = [prompt.ids for prompt in prompts.values()]
-    assert [made.tokenizer.encode(prompt.text) for prompt in prompts.values()] == ids
-    for answer, prompt in zip(
-        generate(made.engine, ids, [scored] * len(ids)), prompts.values(), strict=True
-    ):
-        np.testing.assert_allclose(_logprobs(answer), prompt.logprobs[1:], rtol=0, atol=1e-3)
-        assert answer.tokens == prompt.greedy, prompt.text
