@@ -16,6 +16,14 @@ import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int32]
+# How attention in plain XLA works (`pallas_kernels.ragged_paged_attention.xla`): rows of one token
+# in groups, positions in turns, chunks in tiles of queries with a turn of their own.
+GROUP, SPAN = 16, 128
+TILES = ((256, 256), (64, 128))
 MAX_CORRECTION = math.log(4.0)  # of the logarithm of a prediction, either way
 _OUTLIER = 0.25  # a surprise counts as at most this (in logarithms): a pause is not a trend
 _COMMON_RATE, _BUCKET_RATE = 0.02, 0.05
@@ -32,6 +40,51 @@ class StepShape(NamedTuple):
     single_context: int  # sum of their contexts, the token itself included
     chunks: int  # rows with more tokens
     chunk_pairs: int  # sum of their query-key pairs, see `pairs`
+    single_turns: int = 0  # of `turns`
+    tile_pairs: int = 0  # query-key pairs with tiles and turns filled up, see `tiles`
+
+    def with_singles(self, contexts: Ints) -> "StepShape":
+        """With rows of one token more; `contexts` i32[rows]."""
+        return self._replace(
+            tokens=self.tokens + len(contexts),
+            singles=self.singles + len(contexts),
+            single_context=self.single_context + int(contexts.sum()),
+            single_turns=self.single_turns + turns(contexts),
+        )
+
+    def with_chunk(self, start: int, num_tokens: int) -> "StepShape":
+        """With a row of `num_tokens` tokens more, after `start` computed ones."""
+        if num_tokens == 1:
+            return self.with_singles(np.array([start + 1], np.int32))
+        return self._replace(
+            tokens=self.tokens + num_tokens,
+            chunks=self.chunks + 1,
+            chunk_pairs=self.chunk_pairs + pairs(start, num_tokens),
+            tile_pairs=self.tile_pairs + tile_pairs(start, num_tokens),
+        )
+
+
+NO_STEP = StepShape(0, 0, 0, "none", 0, 0, 0, 0)
+
+
+def turns(contexts: Ints) -> int:
+    """Turns of `SPAN` positions that groups of `GROUP` rows take together, longest first: every row
+    of a group walks as far as its longest."""
+    longest = -np.sort(-contexts)[::GROUP]
+    return int((-(-longest // SPAN)).sum())
+
+
+def tile_pairs(start: int, num_tokens: int) -> int:
+    """Query-key pairs of a chunk in whole tiles and turns: (queries of a tile, positions a turn)
+    are `TILES`."""
+    (large, wide), (small, narrow) = TILES
+    many = (num_tokens + large // 4) // large
+    few = -(-max(0, num_tokens - many * large) // small)
+    total, end, last = 0, start, start + num_tokens
+    for size, span in [(large, wide)] * many + [(small, narrow)] * few:
+        end += size
+        total += size * -(-min(end, last) // span) * span
+    return total
 
 
 def pairs(start: int, num_tokens: int) -> int:

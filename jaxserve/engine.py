@@ -158,6 +158,7 @@ class Engine:
         now = self._clock()
         for request in requests:
             request.priority, request.salt, request.arrival = priority, salt, now
+            request.anchor = now + request.ttft_s
         leaders = 1 if self.config.cache.prefix_caching else sampling.n
         for request in requests[:leaders]:
             self.scheduler.add(request)
@@ -211,7 +212,7 @@ class Engine:
         query_tokens = self._note_prefills(plan)
         targets = [(c, scored_targets(c)) for c in plan.chunks] if len(self._prompts) else []
         batch = self._builder.build(plan)
-        shape = _shape(plan, batch)
+        shape = shape_of(plan, batch)
         predicted = None if self._costs is None else self._costs.predict(shape)
         built = time.perf_counter()
         handle = self._runner.dispatch(batch)
@@ -304,7 +305,7 @@ class Engine:
         return outputs
 
 
-def _shape(plan: Plan, batch: Batch) -> StepShape:
+def shape_of(plan: Plan, batch: Batch) -> StepShape:
     """What the step's time depends on."""
     context = int(plan.decodes.starts.sum()) + plan.decode_tokens
     chunks, chunk_pairs = 0, 0
