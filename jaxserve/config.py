@@ -194,6 +194,7 @@ class ServerConfig:
     send_s: float = 30.0  # a reader that takes nothing is dropped
     stream_buffer_bytes: int = 1 << 20  # of one stream; a reader further behind is dropped
     stall_s: float = 60.0  # an engine that says nothing for so long is stuck; at least four steps
+    stuck_s: float = 30.0  # and when it then stays so, --restart-engine kills it
     grace_s: float = 30.0  # for requests in flight after SIGTERM
     text_processes: int = 1  # read bodies, run chat templates, tokenise
     text_s: float = 10.0  # for one body
@@ -216,6 +217,7 @@ class ServerConfig:
         for name in ("idle_s", "send_s", "text_s"):
             _number(f"server.{name}", getattr(self, name), 0.01, 1e6)
         _number("server.stall_s", self.stall_s, 1.0, 1e6)
+        _number("server.stuck_s", self.stuck_s, 0.0, 1e6)
         _number("server.log_interval_s", self.log_interval_s, 0.0, 1e6)
         _flag("server.log_requests", self.log_requests)
         if type(self.metrics_prefix) is not str or not _PREFIX.fullmatch(self.metrics_prefix):

@@ -50,7 +50,7 @@ def register(subparsers: Any) -> None:
     parser.add_argument(
         "--restart-engine",
         action="store_true",
-        help="start the engine again when it dies; otherwise /health says that it is dead",
+        help="start the engine again when it dies or stays stuck; otherwise /health says so",
     )
     parser.add_argument(
         "--files",

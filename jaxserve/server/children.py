@@ -78,12 +78,16 @@ class Child[In, Out]:
         code = await self._process.wait()
         return f"signal {-code}" if code < 0 else f"exit code {code}"
 
-    async def end(self) -> None:
-        """Ends it.  Idempotent."""
-        self._writer.close()
+    def kill(self) -> None:
+        """Whatever it does; `receive` comes to an end then.  Idempotent."""
         if self._process.returncode is None:
             try:
                 os.kill(self._process.pid, 9)
             except ProcessLookupError:
                 pass
+
+    async def end(self) -> None:
+        """Ends it.  Idempotent."""
+        self._writer.close()
+        self.kill()
         await self._process.wait()

@@ -97,9 +97,13 @@ class EngineClient:
             return State.DEAD
         if not self._ready:
             return State.STARTING
-        if time.monotonic() - self._heard > self._stall_s:
+        if self._silent_s > self._stall_s:
             return State.STALLED
         return State.BUSY if self.num_requests else State.IDLE
+
+    @property
+    def _silent_s(self) -> float:
+        return time.monotonic() - self._heard
 
     @property
     def num_requests(self) -> int:
@@ -221,6 +225,7 @@ class EngineClient:
         self._started = time.monotonic()
         child = await Child[FromEngine, ToEngine].start(self._command, _CODEC)
         self._child = child
+        watch = asyncio.create_task(self._watch(child))
         try:
             child.send(protocol.Start(settings.dump(self.config)))
             while messages := await child.receive():
@@ -232,8 +237,19 @@ class EngineClient:
         except ValueError as error:
             return f"it said what is no message: {error}"
         finally:
+            watch.cancel()
             self._child = None
             await child.end()
+
+    async def _watch(self, child: Child[FromEngine, ToEngine]) -> None:
+        """Kills an engine that stays stuck, when another one is to follow."""
+        while self._restart:
+            limit = self._stall_s + self.config.server.stuck_s
+            if self._ready and self._silent_s > limit:
+                self._failure = f"it was stuck for {self._silent_s:.0f} s and was killed"
+                child.kill()
+                return
+            await asyncio.sleep(min(1.0, limit / 4))
 
     def _take(self, message: FromEngine) -> None:
         if isinstance(message, Stepped):

@@ -252,6 +252,22 @@ def test_b84_a_frozen_engine_is_not_ready_until_it_goes_on(tmp_path: Path):
         assert server.canary() == before
 
 
+def test_b84_an_engine_that_stays_stuck_is_killed_and_started_again(tmp_path: Path):
+    limits = {"stall_s": 2.0, "stuck_s": 2.0}
+    with running(tmp_path / "m", restart=True, server=limits) as server:
+        before = server.canary()
+        waiting = connect(server, LONG | {"stream": True})
+        waiting.recv(100)
+        pid = server.engine.pid
+        assert pid is not None
+        os.kill(pid, signal.SIGSTOP)
+        assert b"it was stuck for" in read_until(waiting, b"[DONE]")
+        waiting.close()
+        wait_for(lambda: server.service.is_ready and server.engine.num_starts > 1, 60)
+        assert server.engine.pid != pid
+        assert server.canary() == before
+
+
 def test_b84_a_step_that_hangs_is_stalled_and_a_busy_engine_is_not(tmp_path: Path):
     with running(tmp_path / "m", **SLOW_STALL) as server:
         connection = connect(server, {"prompt": HANGS, "max_tokens": 1})
