@@ -1,8 +1,6 @@
 """Steps made up to be measured: their shapes, and the batches that a runner takes for them."""
 
 import bisect
-import itertools
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np

@@ -95,6 +95,7 @@ class Draft:
     admitted: list[Request] = dataclasses.field(default_factory=list[Request])
     preempted: list[Request] = dataclasses.field(default_factory=list[Request])
     time: StepTime | None = None  # mode time, with costs: what still fits
+    held: Bools | None = None  # bool[seats]: decodes that wait for prefills; None: nobody
     closed: Unused | None = None  # why nobody more is admitted
     indivisible: bool = False  # a whole chunk did not fit
     hit_tokens: int = 0

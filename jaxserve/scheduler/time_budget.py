@@ -100,13 +100,18 @@ class StepTime:
     """A step as it fills up, and what still fits before it should be over."""
 
     def __init__(self, price: Price, load: StepShape, seconds: float) -> None:
-        self._price, self._load, self._seconds = price, load, seconds
+        self._price, self._load, self._most = price, load, seconds
         self._samples = load.singles
+
+    @property
+    def seconds(self) -> float:
+        """Of the step as it is."""
+        return self._price.seconds(self._load, self._samples)
 
     def most(self, start: int, pending: int, room: int) -> int:
         """Tokens of a chunk, at most `room`, that fit; a step is never empty."""
         prompt = Prompt(math.inf, start, pending)
-        found = self._price.most(self._load, self._samples, prompt, self._seconds, room)
+        found = self._price.most(self._load, self._samples, prompt, self._most, room)
         return found if found or self._load.tokens else self.least(room)
 
     def least(self, room: int) -> int:
