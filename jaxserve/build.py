@@ -113,14 +113,14 @@ def _assemble(
     timer.mark("warm_up")
     limits = ModelLimits(vocab_size, tokenizer.eos_ids)
     engine = Engine(config, runner, limits, on_step=on_step)
-    facts = _cost_facts(made)
+    facts = cost_facts(made)
     file = None if cache is None else cache.parent / "costs" / cost_table.file_name(facts)
     if runner.agreement is None:  # each process measures its own: they would schedule differently
-        engine.set_costs(_stored_costs(file, log) or runner.costs())
+        engine.set_costs(stored_costs(file, log) or runner.costs())
     return Assembly(engine, runner, tokenizer, config, timer.parts, facts, file)
 
 
-def _cost_facts(made: "Plan") -> dict[str, Any]:
+def cost_facts(made: "Plan") -> dict[str, Any]:
     """All that the times of steps depend on; where two starts agree in it, so do their times."""
     config, device = made.config, made.sharding.device
     c = made.model_config
@@ -138,7 +138,7 @@ def _cost_facts(made: "Plan") -> dict[str, Any]:
     }
 
 
-def _stored_costs(file: Path | None, log: Log) -> CostModel | None:
+def stored_costs(file: Path | None, log: Log) -> CostModel | None:
     """Costs that `lab profile` has measured for this very start; None where it has not."""
     if file is None or not file.exists():
         return None

@@ -100,6 +100,8 @@ def profile(
         took = [0.0] * len(batches)
         for at in order:
             took[at] = runner.result(runner.dispatch(batches[at][0])).device_s
+        if not min(took) > 0:
+            raise ValueError("the runner reports no device time; there is nothing to fit")
         rounds.append(took)
         note(f"round {len(rounds)}: {len(batches)} shapes, {clock() - start:.0f} s")
     engine.kv.forget_all()
@@ -127,13 +129,8 @@ def profile(
 
 
 def settle(rounds: Sequence[Sequence[float]]) -> tuple[Floats, Errors]:
-    """Seconds of every shape, and how far single runs are from them; `rounds[r][shape]`.
-
-    Raises ValueError for times that are not above 0.
-    """
+    """Seconds of every shape, and how far single runs are from them; `rounds[r][shape]` above 0."""
     y = np.asarray(rounds, float)
-    if not (y > 0).all():
-        raise ValueError("the runner reports no device time; there is nothing to fit")
     logs = np.log(y)
     middle = np.median(logs, axis=0)
     factors = np.zeros((len(y), 1))
