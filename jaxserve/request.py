@@ -168,7 +168,7 @@ class Request:
     epoch: int = 0  # grows at preemption; a result of an older epoch is ignored
     num_cached: int = 0  # prompt tokens that a prefix hit saved at first admission
     max_total: int = 0  # tokens, prompt included, at which it ends with reason "length"
-    reserved: int = 0  # blocks promised to it when it was admitted
+    reserved: int = 0  # blocks of tokens promised to it when it was admitted
     num_preempted: int = 0
     recompute_until: int = 0  # tokens below this had KV before a preemption
     admitted: float = -1.0  # when it first took a seat; seconds, the engine's clock
@@ -179,7 +179,7 @@ class Request:
     )  # hash chain of full blocks
     seat: int = -1  # place in per-request state while running
     seats: "SeatProgress | None" = None  # where its progress is kept while it has a seat
-    blocks: list[int] = dataclasses.field(default_factory=list[int])
+    num_blocks: int = 0  # blocks of tokens that it has room for in the KV
     finish_reason: str | None = None  # stop | length | abort | error
     error: str | None = None
 

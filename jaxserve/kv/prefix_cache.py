@@ -4,24 +4,44 @@ A digest covers the parent's digest and the tokens of one full block; the root c
 of the model and the request's salt.  SHA-256, so that nobody can construct a collision, and the
 tokens are compared on a hit all the same.  Requests with equal salts can tell by timing that a
 prefix was cached; different salts share nothing.
+
+A prefix is found where every group of layers (`kv.groups`) can go on from it: a group that sees all
+has all its blocks, a group with a window those that the next token sees.
 """
 
 import array
 import hashlib
 from collections.abc import Sequence
+from itertools import takewhile
+from typing import NamedTuple
+
+
+class Hit(NamedTuple):
+    """A cached prefix of whole blocks."""
+
+    num_blocks: int
+    blocks: Sequence[Sequence[int]]  # of each group, those it sees: the last of the prefix
 
 
 class PrefixCache:
-    """Invariant: `block_of(digest)` and `has(block)` name the same pairs."""
+    """`sees`: of each group, how many blocks before it the next token sees; None: all.
 
-    def __init__(self, block_size: int, identity: str) -> None:
+    Invariant: the entries and `has(block)` name the same blocks.
+    """
+
+    def __init__(
+        self, block_size: int, identity: str, sees: Sequence[int | None] = (None,)
+    ) -> None:
         self._block_size = block_size
         self._identity = hashlib.sha256(identity.encode()).digest()
-        self._entries: dict[bytes, tuple[int, bytes]] = {}  # digest -> block, its tokens
-        self._digest: dict[int, bytes] = {}  # block -> digest
+        self._sees = sees
+        # Of each group: digest -> block, its tokens.
+        self._entries: list[dict[bytes, tuple[int, bytes]]] = [{} for _ in sees]
+        self._digest: dict[int, tuple[int, bytes]] = {}  # block -> group, digest
+        self.no_hit = Hit(0, [()] * len(sees))
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._digest)
 
     def extend(
         self, digests: list[bytes], tokens: Sequence[int], num_blocks: int, salt: str
@@ -31,45 +51,75 @@ class PrefixCache:
         if first < num_blocks:
             self._chain(digests, _blocks(tokens, first, num_blocks, self._block_size), salt)
 
-    def find(self, digests: Sequence[bytes], tokens: Sequence[int], num_blocks: int) -> list[int]:
-        """Blocks that hold the longest cached prefix of `tokens`, at most `num_blocks` of them."""
-        found: list[int] = []
-        if not num_blocks or digests[0] not in self._entries:
-            return found
-        contents = _blocks(tokens, 0, num_blocks, self._block_size)
-        for digest, content in zip(digests[:num_blocks], contents, strict=True):
-            block, known = self._entries.get(digest, (-1, b""))
-            if known != content:
-                break
-            found.append(block)
-        return found
+    def find(
+        self, digests: Sequence[bytes], tokens: Sequence[int], num_blocks: int, multiple: int = 1
+    ) -> Hit:
+        """The longest cached prefix of `tokens` of at most `num_blocks` blocks, a multiple of
+        `multiple` of them."""
+        length = num_blocks
+        for entries, sees in zip(self._entries, self._sees, strict=True):
+            if sees is None:
+                length = sum(1 for _ in takewhile(entries.__contains__, digests[:length]))
+        length = self._seen_whole(digests, length - length % multiple, multiple)
+        if not length:
+            return self.no_hit
+        starts = [0 if sees is None else max(0, length - sees) for sees in self._sees]
+        first = min(starts)
+        contents = _blocks(tokens, first, length, self._block_size)
+        found: list[list[int]] = []
+        for entries, start in zip(self._entries, starts, strict=True):
+            known = [entries[digest] for digest in digests[start:length]]
+            if [content for _, content in known] != contents[start - first :]:
+                return self.no_hit
+            found.append([block for block, _ in known])
+        return Hit(length, found)
+
+    def _seen_whole(self, digests: Sequence[bytes], length: int, multiple: int) -> int:
+        """The longest prefix of at most `length` blocks of which the groups with a window have all
+        that they see.  Looks at each block once."""
+        groups = [
+            (entries, sees)
+            for entries, sees in zip(self._entries, self._sees, strict=True)
+            if sees is not None
+        ]
+        widest = max((sees for _, sees in groups), default=0)
+        index = length
+        while index > max(0, length - widest):
+            index -= 1
+            digest = digests[index]
+            if any(index >= length - sees and digest not in entries for entries, sees in groups):
+                length = index - index % multiple
+        return length
 
     def publish(
         self,
         digests: list[bytes],
         tokens: Sequence[int],
         first: int,
-        blocks: Sequence[int],
+        blocks: Sequence[Sequence[int]],
         salt: str,
     ) -> None:
-        """`blocks` hold the full blocks of `tokens` from number `first`; of several blocks with one
-        digest the first stays.  Extends the chain `digests` as far as needed."""
+        """`blocks` of each group hold the full blocks of `tokens` from number `first`; of several
+        blocks with one digest the first stays.  Extends the chain `digests` as far as needed."""
         self.extend(digests, tokens, first, salt)
-        contents = _blocks(tokens, first, first + len(blocks), self._block_size)
+        contents = _blocks(tokens, first, first + len(blocks[0]), self._block_size)
         self._chain(digests, contents[len(digests) - first :], salt)
-        for digest, block, content in zip(digests[first:], blocks, contents, strict=False):
-            if digest not in self._entries and block not in self._digest:
-                self._entries[digest] = (block, content)
-                self._digest[block] = digest
+        for group, (entries, own) in enumerate(zip(self._entries, blocks, strict=True)):
+            for digest, block, content in zip(digests[first:], own, contents, strict=False):
+                if digest not in entries and block not in self._digest:
+                    entries[digest] = (block, content)
+                    self._digest[block] = (group, digest)
 
     def has(self, block: int) -> bool:
         return block in self._digest
 
     def forget(self, block: int) -> None:
-        del self._entries[self._digest.pop(block)]
+        group, digest = self._digest.pop(block)
+        del self._entries[group][digest]
 
     def clear(self) -> None:
-        self._entries.clear()
+        for entries in self._entries:
+            entries.clear()
         self._digest.clear()
 
     def _chain(self, digests: list[bytes], contents: Sequence[bytes], salt: str) -> None:

@@ -16,6 +16,8 @@ from typing import Any
 import jax
 from jax.experimental import serialize_executable
 
+from jaxserve.runner import compile_cache
+
 _COMPILERS = ("jax", "jaxlib", "libtpu", "jax-cuda13-plugin")
 
 
@@ -32,7 +34,13 @@ def folder_of(root: Path, devices: list[Any]) -> Path:
 
 
 def save(root: Path, spec: Any, lowered: Any, compiled: Any) -> int:
-    """Writes a compiled program; returns its bytes.  It appears whole or not at all."""
+    """Writes a compiled program; returns its bytes.  It appears whole or not at all.
+
+    Raises RuntimeError while the compile cache is on: a CPU's program that was read from there
+    cannot be stored again (XLA leaves its functions out, and says so only when it is loaded).
+    """
+    if compile_cache.in_use():
+        raise RuntimeError("a bundle cannot be made of cached programs; turn the compile cache off")
     payload, _, _ = serialize_executable.serialize(compiled)
     path = folder_of(root, _devices(spec)) / _name(spec, lowered)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import jax
 import platformdirs
+from jax.experimental.compilation_cache import compilation_cache
 
 
 def enable(setting: str, warn: Callable[[str], None]) -> Path | None:
@@ -19,7 +20,7 @@ def enable(setting: str, warn: Callable[[str], None]) -> Path | None:
     cannot be used gives one warning and no cache.
     """
     if setting == "off":
-        jax.config.update("jax_compilation_cache_dir", None)
+        _point(None)
         return None
     if setting == "auto":
         root = Path(platformdirs.user_cache_dir("jaxserve")) / "compiled"
@@ -32,9 +33,19 @@ def enable(setting: str, warn: Callable[[str], None]) -> Path | None:
             os.write(probe.fileno(), b"probe")
     except OSError as error:
         warn(f"compile cache {folder} cannot be used ({error.strerror}); compiling without it")
-        jax.config.update("jax_compilation_cache_dir", None)
+        _point(None)
         return None
-    jax.config.update("jax_compilation_cache_dir", str(folder))
+    _point(str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     return folder
+
+
+def in_use() -> bool:
+    """May a compiled program have come from the cache?"""
+    return bool(jax.config.jax_enable_compilation_cache and jax.config.jax_compilation_cache_dir)
+
+
+def _point(folder: str | None) -> None:
+    jax.config.update("jax_compilation_cache_dir", folder)
+    compilation_cache.reset_cache()  # JAX keeps the folder that its first program met

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxserve.config import EngineConfig
+from jaxserve.kv.groups import FULL, Windows, longest_row
 from jaxserve.request import MAX_EOS_IDS, Request, SamplingParams
 
 MAX_SALT = 256  # characters
@@ -18,10 +19,15 @@ class QueueFull(RuntimeError):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ModelLimits:
-    """What the model accepts.  `vocab_size`: token ids from here on are refused."""
+    """What the model accepts, and how far it sees.
+
+    `vocab_size`: token ids from here on are refused.  `windows`: of its groups of layers, see
+    `kv.groups`.
+    """
 
     vocab_size: int
     eos_ids: frozenset[int]
+    windows: Windows = FULL
 
     def __post_init__(self) -> None:
         if len(self.eos_ids) > MAX_EOS_IDS:
@@ -45,10 +51,10 @@ def check(
             f"the prompt has {len(tokens)} tokens; at most {room} fit model.max_len="
             f"{config.model.max_len} (one is left for output)"
         )
-    slots = config.cache.num_blocks * config.cache.block_size
-    if len(tokens) > slots:
+    longest = longest_kv(config, limits)
+    if len(tokens) > longest:
         raise ValueError(
-            f"the prompt has {len(tokens)} tokens; the KV pool holds {slots} "
+            f"the prompt has {len(tokens)} tokens; the KV pool holds {longest} "
             f"(cache.num_blocks={config.cache.num_blocks}); raise cache.memory_gib"
         )
     _check_features(config, sampling)
@@ -61,6 +67,18 @@ def check(
             if token >= limits.vocab_size:
                 raise ValueError(f"{name} has token {token}; ids end at {limits.vocab_size - 1}")
     return tokens
+
+
+def longest_kv(config: EngineConfig, limits: ModelLimits) -> int:
+    """Most tokens whose KV one request can have."""
+    cache = config.cache
+    return longest_row(
+        limits.windows,
+        cache.num_blocks,
+        cache.block_size,
+        config.scheduler.token_budget,
+        config.model.max_len,
+    )
 
 
 def check_labels(priority: int, salt: str) -> None:
@@ -85,10 +103,10 @@ def new_request(
     Where the pool is smaller than the model's length, the request ends where the pool does: so one
     that runs alone can always grow, and the engine always gets on.
     """
-    slots = config.cache.num_blocks * config.cache.block_size
+    longest = longest_kv(config, limits)
     eos = frozenset[int]() if sampling.ignore_eos else limits.eos_ids
     # The last sampled token needs no KV.
-    most = min(len(tokens) + sampling.max_tokens, config.model.max_len, slots + 1)
+    most = min(len(tokens) + sampling.max_tokens, config.model.max_len, longest + 1)
     seed = sampling.seed
     if seed is None:
         seed = _mix(config.sampling.seed, number - sample)

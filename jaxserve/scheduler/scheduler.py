@@ -128,7 +128,7 @@ class Scheduler:
             outputs.append(_new(Output, (request, (token,), None, None, None)))
         filled: Bools = (starts + 1) % self.kv.block_size == 0
         for row in filled.nonzero()[0].tolist():
-            self._publish(requests[row], int(starts[row]), 1)
+            self._landed(requests[row], int(starts[row]), 1)
         at_limit = (starts + 2 >= self._decoding.limit[seats]).nonzero()[0].tolist()
         ends = dict.fromkeys(at_limit, "length") | dict.fromkeys(stopped, "stop")
         for row, reason in ends.items():
@@ -144,7 +144,7 @@ class Scheduler:
             row += samples
             if request.epoch != epoch:
                 continue
-            self._publish(request, start, num_tokens)
+            self._landed(request, start, num_tokens)
             if not samples:
                 if start + num_tokens == request.max_total:  # only scored
                     self.finish(request, "length")
@@ -188,7 +188,7 @@ class Scheduler:
         for request in self._decoding.due():
             at_end = request.num_tokens >= request.max_total  # its last token is on its way
             if request.status is Status.RUNNING and not at_end and self._grow(draft, request, 1):
-                self._decoding.make_room(request, len(request.blocks) * self.kv.block_size)
+                self._decoding.make_room(request, request.num_blocks * self.kv.block_size)
         draft.decodes = self._decoding.plan()
         draft.left -= len(draft.decodes.requests)
 
@@ -255,8 +255,8 @@ class Scheduler:
     def _admit(self, draft: Draft, request: Request) -> None:
         """Gives the head of the queue a seat and its first chunk, or closes admission."""
         scored = request.sampling.prompt_logprobs is not None and not request.output
-        hit = [] if scored and not request.sample else self.kv.match(request)
-        start = len(hit) * self.kv.block_size
+        hit = self.kv.no_hit if scored and not request.sample else self.kv.match(request)
+        start = hit.num_blocks * self.kv.block_size
         pending = len(request.tokens) - start
         num_tokens = self._chunk_size(request, start, draft)
         if not num_tokens:
@@ -279,7 +279,7 @@ class Scheduler:
         request.status = Status.RUNNING
         queue.left()
         request.seats = self._progress
-        self._progress.computed[request.seat] = len(hit) * self.kv.block_size
+        self._progress.computed[request.seat] = hit.num_blocks * self.kv.block_size
         self._progress.in_flight[request.seat] = 0
         self.running[request] = self._prefilling[request] = None
         draft.admitted.append(request)
@@ -337,7 +337,7 @@ class Scheduler:
     def _grow(self, draft: Draft, request: Request, num_tokens: int) -> bool:
         """Room for `num_tokens` more; preempts until there is.  False: `request` had to go."""
         while not self.kv.try_grow(request, num_tokens):
-            beyond = [r for r in self.running if r is request or len(r.blocks) > r.reserved]
+            beyond = [r for r in self.running if r is request or r.num_blocks > r.reserved]
             victim = policy.victim(beyond)
             self._preempt(draft, victim)
             if victim is request:
@@ -369,13 +369,12 @@ class Scheduler:
         self._seats.append(request.seat)
         request.seat, request.seats = -1, None
 
-    def _publish(self, request: Request, start: int, num_tokens: int) -> None:
-        """Deterministic: only whole canonical chunks of prompts, whose bits are always the same."""
+    def _landed(self, request: Request, start: int, num_tokens: int) -> None:
+        """Deterministic: only whole canonical chunks of prompts can be found in the prefix cache,
+        whose bits are always the same."""
         end = start + num_tokens
-        if not self._deterministic or (
-            num_tokens == self._rules.chunk_size and end <= request.num_prompt
-        ):
-            self.kv.publish(request, start, end)
+        same = num_tokens == self._rules.chunk_size and end <= request.num_prompt
+        self.kv.landed(request, start, end, publish=same or not self._deterministic)
 
     # -- queue and order -------------------------------------------------------------------------
 
@@ -443,7 +442,7 @@ class Scheduler:
         if samples:
             self._progress.in_flight[request.seat] = 1
             del self._prefilling[request]
-            self._decoding.join(request, len(request.blocks) * self.kv.block_size)
+            self._decoding.join(request, request.num_blocks * self.kv.block_size)
         return Chunk(request, start, num_tokens, request.epoch, samples)
 
     def _unused(self, draft: Draft, used: int, decodes: int) -> Unused | None:

@@ -21,7 +21,7 @@ from jaxserve.server.exposition import Exposition
 from jaxserve.server.files_batches import FilesAndBatches
 from jaxserve.server.page import Page
 from jaxserve.server.protocol import Answered
-from jaxserve.server.request_log import RequestLog, to_stderr
+from jaxserve.server.request_log import RequestLog, Write
 from jaxserve.server.service import Service
 
 OPEN_PATHS = frozenset({"/", "/health", "/ready"})  # browsers and probes have no key
@@ -29,8 +29,8 @@ _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 _log = logging.getLogger(__name__)
 
 
-def make_app(service: Service, files: FilesAndBatches | None = None) -> ASGIApp:
-    """Everything behind a port."""
+def make_app(service: Service, files: FilesAndBatches | None, write: Write) -> ASGIApp:
+    """Everything behind a port.  `write` gets a line a request where `server.log_requests`."""
     small = _Small(service, openapi.describe(service.names[0], has_files=files is not None))
     routes = [
         Route("/", Page().show),
@@ -49,9 +49,9 @@ def make_app(service: Service, files: FilesAndBatches | None = None) -> ASGIApp:
         routes += files.routes()
     edge = _Edge(Router(routes, redirect_slashes=False), service)
     engine = service.engine
-    write = to_stderr if engine.config.server.log_requests else None
     paths = frozenset(route.path.replace(":path", "") for route in routes)
-    return RequestLog(edge, engine.tally, paths, write)
+    asked = engine.config.server.log_requests
+    return RequestLog(edge, engine.tally, paths, write if asked else None)
 
 
 class _Edge:

@@ -14,6 +14,8 @@ from jaxserve.config import ServerConfig
 MAX_HEADERS = 100
 CUT = "jaxserve.cut"  # the extension that ends a connection without a word
 _PROBE_SECONDS = 60  # a connection silent for so long is asked whether anybody is there
+_UNSENT_BYTES = 128 * 1024  # of a connection that the system holds; more waits in bounds of ours
+_LINGER_S = 2.0  # for what a client still sends after it was refused
 _REASONS = {431: "Request Header Fields Too Large", 503: "Service Unavailable"}
 
 
@@ -33,13 +35,14 @@ class BoundedProtocol(HttpToolsProtocol):
     bounds = ServerConfig()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
+        super().connection_made(_Lingering(transport, self))  # type: ignore[arg-type]
         self._refused = False
+        self._in_body = False
         self._unsent = sys.maxsize  # bytes, when last looked at
         self._in_headers = True
         self._header_bytes = 0
         self._timer: asyncio.TimerHandle | None = None
-        _probe(transport.get_extra_info("socket"))
+        _set_options(transport.get_extra_info("socket"))
         if len(self.connections) > self.bounds.max_connections:
             self._refuse(503, "too many connections", b"retry-after: 1\r\n")
         else:
@@ -66,7 +69,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._disarm()
-        self._in_headers, self._header_bytes = False, 0
+        self._in_headers, self._header_bytes, self._in_body = False, 0, True
         size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
         if len(self.headers) > MAX_HEADERS or size > self.bounds.max_header_bytes:
             self._refuse(431, "the headers are too long or too many")
@@ -78,9 +81,18 @@ class BoundedProtocol(HttpToolsProtocol):
             super().on_body(body)
 
     def on_message_complete(self) -> None:
-        self._in_headers = True  # of the next request
+        self._in_headers, self._in_body = True, False  # of the next request
         if not self._refused:
             super().on_message_complete()
+
+    @property
+    def is_sending(self) -> bool:
+        """Is the client in the middle of a request, as far as we know?"""
+        return self._refused or self._in_body
+
+    def stop_listening(self) -> None:
+        """What still comes is thrown away."""
+        self._refused = True
 
     def on_response_complete(self) -> None:
         self._unsent = sys.maxsize
@@ -127,9 +139,44 @@ class BoundedProtocol(HttpToolsProtocol):
         self.transport.close()
 
 
-def _probe(connection: Any) -> None:
-    """The other end of a connection may be gone without a word (a half-open socket)."""
+class _Lingering:
+    """A transport whose `close` lets a client that still sends read its answer.
+
+    Closing a socket with unread bytes resets the connection, and the reset overtakes the answer
+    (RFC 9112, section 9.6): so the end is announced, and what comes is read and dropped for
+    `_LINGER_S`, or until the client closes its side.
+    """
+
+    def __init__(self, wire: asyncio.Transport, protocol: BoundedProtocol) -> None:
+        self._wire = wire
+        self._protocol = protocol
+        self._lingers = False
+        self.write = wire.write
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._wire, name)
+
+    def is_closing(self) -> bool:
+        return self._lingers or self._wire.is_closing()
+
+    def close(self) -> None:
+        if self.is_closing():
+            return
+        if not (self._protocol.is_sending and self._wire.can_write_eof()):
+            self._wire.close()
+            return
+        self._lingers = True
+        self._protocol.stop_listening()
+        self._wire.write_eof()
+        self._wire.resume_reading()
+        asyncio.get_running_loop().call_later(_LINGER_S, self._wire.abort)
+
+
+def _set_options(connection: Any) -> None:
+    """The other end of a connection may be gone without a word (a half-open socket), and the
+    system would take megabytes for a client that reads nothing."""
     options = (("TCP_KEEPIDLE", _PROBE_SECONDS), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3))
+    options += (("TCP_NOTSENT_LOWAT", _UNSENT_BYTES),)
     with contextlib.suppress(OSError):
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for name, value in options:

@@ -4,9 +4,12 @@ JSON objects on lines of their own; `event` tells them apart.  Never a prompt, a
 """
 
 import asyncio
+import contextlib
 import dataclasses
+import queue
 import re
 import sys
+import threading
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -25,10 +28,44 @@ _NAMED = re.compile(r"(/v1/(?:files|batches|models))/.+?(/content|/cancel)?", re
 type Write = Callable[[dict[str, Any]], None]
 
 
-def to_stderr(line: dict[str, Any]) -> None:
+class LogLines:
+    """Lines on stderr, written by a thread: a reader of stderr that stands still holds up nobody.
+
+    Beyond `most` unwritten ones lines are dropped; the next that is written says how many.
+    """
+
+    def __init__(self, most: int = 10_000) -> None:
+        self._waiting: queue.Queue[bytes | None] = queue.Queue(most)
+        self._dropped = 0
+        self._thread = threading.Thread(target=self._run, name="log", daemon=True)
+        self._thread.start()
+
+    def write(self, line: dict[str, Any]) -> None:
+        """Never waits.  Called by one thread."""
+        try:
+            if self._dropped:
+                self._waiting.put_nowait(_line({"event": "dropped_lines", "count": self._dropped}))
+                self._dropped = 0
+            self._waiting.put_nowait(_line(line))
+        except queue.Full:
+            self._dropped += 1
+
+    def close(self, seconds: float = 2.0) -> None:
+        """Waits so long at most for what is not written yet."""
+        with contextlib.suppress(queue.Full):
+            self._waiting.put_nowait(None)
+            self._thread.join(seconds)
+
+    def _run(self) -> None:
+        while (data := self._waiting.get()) is not None:
+            with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
+                sys.stderr.write(data.decode())
+                sys.stderr.flush()
+
+
+def _line(facts: dict[str, Any]) -> bytes:
     now = datetime.now(UTC).isoformat(timespec="milliseconds")
-    sys.stderr.write(msgspec.json.encode({"time": now, **line}).decode() + "\n")
-    sys.stderr.flush()
+    return msgspec.json.encode({"time": now, **facts}) + b"\n"
 
 
 class RequestLog:
@@ -136,7 +173,7 @@ def interval_line(engine: EngineClient, old: _Snapshot, new: _Snapshot) -> dict[
     }
 
 
-async def log_intervals(engine: EngineClient, write: Write = to_stderr) -> None:
+async def log_intervals(engine: EngineClient, write: Write) -> None:
     """A line every `server.log_interval_s` in which the engine worked, until cancelled."""
     pause, tally = engine.config.server.log_interval_s, engine.tally
     old = _Snapshot.of(tally)

@@ -13,7 +13,7 @@ from jaxserve.server import connections
 from jaxserve.server.app import make_app
 from jaxserve.server.engine_client import EngineFailed
 from jaxserve.server.files_batches import FilesAndBatches
-from jaxserve.server.request_log import log_intervals
+from jaxserve.server.request_log import LogLines, log_intervals
 from jaxserve.server.service import Service
 
 BACKLOG = 2048
@@ -55,8 +55,9 @@ class Server(uvicorn.Server):
 
     def __init__(self, service: Service, files: FilesAndBatches | None = None) -> None:
         limits = service.engine.config.server
+        self._lines = LogLines()
         config = uvicorn.Config(
-            make_app(service, files),
+            make_app(service, files, self._lines.write),
             http=connections.protocol_class(limits),
             ws="none",
             lifespan="off",
@@ -78,7 +79,7 @@ class Server(uvicorn.Server):
         tasks = [
             asyncio.create_task(self._run_engine(note)),
             asyncio.create_task(self._start_text()),
-            asyncio.create_task(log_intervals(service.engine)),
+            asyncio.create_task(log_intervals(service.engine, self._lines.write)),
         ]
         try:
             if self._files is not None:
@@ -91,6 +92,7 @@ class Server(uvicorn.Server):
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             await service.text.close()
+            self._lines.close()
         if self._failure is not None:
             raise self._failure
 

@@ -51,8 +51,8 @@ def _fail_growth(monkeypatch: pytest.MonkeyPatch, nth: int) -> Callable[[], bool
     real, calls = KVManager.try_grow, [0]
 
     def try_grow(self: KVManager, request, num_tokens: int) -> bool:
-        grows = self.blocks_for(request.num_computed + num_tokens) > len(request.blocks)
-        grows &= self.num_used > len(request.blocks)
+        grows = self.blocks_for(request.num_computed + num_tokens) > request.num_blocks
+        grows &= self.num_used > request.num_blocks
         calls[0] += grows
         return not (grows and calls[0] == nth) and real(self, request, num_tokens)
 

@@ -1,7 +1,9 @@
 """A whole server in this process, with child processes whose engine is arithmetic."""
 
 import asyncio
+import contextlib
 import dataclasses
+import socket
 import sys
 import threading
 import time
@@ -88,6 +90,17 @@ def wait_for(condition: Callable[[], bool], seconds: float = 20.0) -> None:
     while not condition():
         assert time.monotonic() < deadline, "it did not happen in time"
         time.sleep(0.005)
+
+
+def read_all(connection: socket.socket, until: bytes = b"") -> bytes:
+    """All that comes, or all up to a piece with `until`."""
+    data = b""
+    with contextlib.suppress(ConnectionResetError):
+        while piece := connection.recv(1 << 16):
+            data += piece
+            if until and until in data:
+                break
+    return data
 
 
 @contextmanager

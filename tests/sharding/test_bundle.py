@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve.runner import bundle
+from jaxserve.runner import bundle, compile_cache
 from jaxserve.runner.programs import CompileCounter, ProgramSpec, compile_programs, lower
 
 
@@ -16,6 +16,12 @@ def spec(factor: int) -> ProgramSpec:
         return {"sum": factor * x + y, "first": x[:1]}
 
     return ProgramSpec("test", 8, "a test", function, (x, y), donate=(0,))
+
+
+@pytest.fixture(autouse=True)
+def no_compile_cache():
+    """Another test of this process may have left one on."""
+    compile_cache.enable("off", lambda line: None)
 
 
 @pytest.fixture
@@ -48,3 +54,17 @@ def test_another_program_is_compiled(folder):
 def test_another_version_does_not_see_it(folder, monkeypatch):
     monkeypatch.setattr(bundle, "version", lambda name: "0.0.1")
     assert bundle.load(folder, spec(2), lower(spec(2))) is None
+
+
+def test_a_program_from_the_compile_cache_is_not_stored(tmp_path):
+    compile_cache.enable(str(tmp_path / "cache"), lambda line: None)
+    lowered = lower(spec(2))
+    with pytest.raises(RuntimeError, match="compile cache"):
+        bundle.save(tmp_path, spec(2), lowered, lowered.compile())
+    compile_cache.enable("off", lambda line: None)
+    for _ in range(2):  # nothing of the cache is left
+        lowered = lower(spec(2))
+        bundle.save(tmp_path, spec(2), lowered, lowered.compile())
+        jax.clear_caches()
+    (found,) = compile_programs([spec(2)], stored=str(tmp_path))
+    np.testing.assert_array_equal(run(found)["sum"], 2 * np.arange(8) + 1)

@@ -194,7 +194,7 @@ class Scenario:
         assert all(r.status is Status.RUNNING for r in running)
         for request in self.expected:
             if request.status is not Status.RUNNING:
-                assert not request.blocks and request.seat == -1 and not request.num_in_flight
+                assert not request.num_blocks and request.seat == -1 and not request.num_in_flight
         waiting = sum(r.status is Status.WAITING for r in self.expected)
         assert waiting == self.engine.num_waiting
 
@@ -238,7 +238,7 @@ class Scenario:
             reason = rng.choice(["abort", "stop"])
             self.engine.finish(request, reason)
             self.engine.finish(request, "abort")
-            assert not request.blocks
+            assert not request.num_blocks
         if self.faults and rng.random() < 0.03:
             if rng.random() < 0.5:
                 self.runner.fail_dispatch = True

@@ -205,7 +205,7 @@ def test_b41_cancel_at_every_moment_frees_everything(overlap: bool) -> None:
         rig.engine.finish(gone, "abort")
         rig.engine.finish(gone, "stop")
         assert gone.finish_reason == ("length" if ended else "abort")
-        assert not gone.blocks and gone.seat == -1
+        assert not gone.num_blocks and gone.seat == -1
         assert not any(output.request is gone for output in rig.drain())
         assert stays.output == rig.alone(stays).output
 

@@ -30,7 +30,7 @@ def admit(kv: KVManager, r: Request, seat: int, reserve: int | None = None, spar
     if not kv.try_admit(r, seat, hit, reserve_tokens=reserve, spare=spare):
         return False
     r.seats = SeatProgress(SEATS)
-    r.seats.computed[seat] = len(hit) * kv.block_size
+    r.seats.computed[seat] = hit.num_blocks * kv.block_size
     return True
 
 
@@ -41,7 +41,7 @@ def compute(kv: KVManager, r: Request, end: int) -> bool:
     if not kv.try_grow(r, end - start):
         return False
     r.seats.computed[r.seat] = end
-    kv.publish(r, start, end)
+    kv.landed(r, start, end)
     return True
 
 
@@ -92,9 +92,9 @@ def test_b54_tokens_are_compared_on_a_hit() -> None:
     """A colliding digest finds nothing when the tokens differ."""
     cache = PrefixCache(2, "m")
     chain: list[bytes] = []
-    cache.publish(chain, [1, 2, 3], 0, [7], "")
-    assert cache.find(chain, [1, 2, 3], 1) == [7]
-    assert cache.find(chain, [1, 9, 3], 1) == []
+    cache.publish(chain, [1, 2, 3], 0, [[7]], "")
+    assert cache.find(chain, [1, 2, 3], 1) == (1, [[7]])
+    assert cache.find(chain, [1, 9, 3], 1).num_blocks == 0
 
 
 def test_b52_an_evicted_block_is_not_found_and_prefixes_outlive_suffixes() -> None:
@@ -103,7 +103,7 @@ def test_b52_an_evicted_block_is_not_found_and_prefixes_outlive_suffixes() -> No
     other = request(list(range(100, 108)), 1)
     assert admit(kv, other, 0) and compute(kv, other, 8)  # takes the blank and evicts the tail
     tail = request(list(range(13)), 2)
-    assert len(kv.match(tail)) == 2
+    assert kv.match(tail).num_blocks == 2
     kv.release(other)
 
 
@@ -115,24 +115,24 @@ def test_oldest_idle_block_goes_first() -> None:
     assert serve(kv, first) == 4  # used again: now the younger
     big = request([3] * 12, 9)
     assert admit(kv, big, 1) and compute(kv, big, 12)
-    assert len(kv.match(request(first, 10))) == 1
-    assert kv.match(request(second, 11)) == []
+    assert kv.match(request(first, 10)).num_blocks == 1
+    assert kv.match(request(second, 11)) == kv.no_hit
 
 
 def test_nothing_is_found_before_it_is_published() -> None:
     kv = manager()
     r = request(list(range(9)))
     assert admit(kv, r, 0) and kv.try_grow(r, 9)
-    assert kv.match(request(list(range(9)), 1)) == []
-    kv.publish(r, 0, 9)
-    assert kv.match(request(list(range(9)), 2)) == r.blocks[:2]
+    assert kv.match(request(list(range(9)), 1)) == kv.no_hit
+    kv.landed(r, 0, 9)
+    assert kv.match(request(list(range(9)), 2)).blocks == kv.tables[:, 0, :2].tolist()
 
 
 def test_hits_are_rounded_down_to_canonical_borders() -> None:
     kv = manager(hit_blocks=2)
     serve(kv, list(range(17)))
     for length, hit in ((13, 8), (8, 0), (9, 8), (17, 16)):
-        assert len(kv.match(request(list(range(length)), 1))) * 4 == hit
+        assert kv.match(request(list(range(length)), 1)).num_blocks * 4 == hit
 
 
 def test_forget_all() -> None:
@@ -160,14 +160,14 @@ def test_try_or_change_nothing() -> None:
     kv = manager(blocks=3)
     r = request(list(range(8)))
     assert admit(kv, r, 0) and compute(kv, r, 8)
-    state = (list(r.blocks), kv.num_available, kv.num_used)
+    state = (r.num_blocks, kv.num_available, kv.num_used)
     r.tokens += list(range(20))
     assert not kv.try_grow(r, 8)
     other = request(list(range(100, 109)), 1)
     assert not admit(kv, other, 1)
     assert not admit(kv, request(list(range(100, 103)), 2), 1, spare=1)
-    assert (list(r.blocks), kv.num_available, kv.num_used) == state
-    assert not other.blocks and other.seat == -1 and not other.reserved
+    assert (r.num_blocks, kv.num_available, kv.num_used) == state
+    assert not other.num_blocks and other.seat == -1 and not other.reserved
     kv.check([r])
 
 
@@ -192,8 +192,8 @@ def test_growth_within_a_promise_never_fails(seed: int) -> None:
             more = rng.randint(1, 6)
             r.tokens += [rng.randrange(9) for _ in range(more)]
             end = min(len(r.tokens), r.num_computed + more)
-            within = kv.blocks_for(end) <= max(r.reserved, len(r.blocks))
-            if kv.blocks_for(end) <= kv.tables.shape[1]:
+            within = kv.blocks_for(end) <= max(r.reserved, r.num_blocks)
+            if kv.blocks_for(end) <= kv.tables.shape[2]:
                 grown = compute(kv, r, end)
                 assert grown or not within, "a promise was broken"
         kv.check(list(running.values()))

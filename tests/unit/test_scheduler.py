@@ -175,7 +175,7 @@ def test_b34_flood_of_long_prompts_never_thrashes() -> None:
         preempt = engine.scheduler._preempt
 
         def beyond_its_promise(draft: Draft, request: Request) -> None:
-            assert len(request.blocks) >= request.reserved
+            assert request.num_blocks >= request.reserved
             preempt(draft, request)
 
         engine.scheduler._preempt = beyond_its_promise  # type: ignore[method-assign]
