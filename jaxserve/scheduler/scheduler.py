@@ -397,8 +397,10 @@ class Scheduler:
     def _seal(self, draft: Draft, begin: float) -> Plan:
         """Snaps the step to a bucket, moves the progress of its prefills on, gives the reason."""
         # A preemption on behalf of a prefill takes its victim's decode out of the step.
-        if draft.preempted or (draft.held is not None and not draft.prefills):
-            draft.decodes = self._decoding.plan(draft.held if draft.prefills else None)
+        if draft.preempted:
+            draft.decodes = self._decoding.plan(draft.held)
+        if draft.held is not None and not draft.prefills and not draft.decodes.requests:
+            draft.decodes = self._decoding.plan()  # what they waited for cannot run
         decodes = draft.decodes
         used = len(decodes.requests) + sum(n for _, n in draft.prefills)
         unused = self._unused(draft, used, len(decodes.requests))

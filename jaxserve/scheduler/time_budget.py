@@ -130,17 +130,33 @@ def decide(begin: float, decoders: Decoders, prompts: Sequence[Prompt], price: P
     """The pace of a step that begins at `begin`; `prompts` in the order in which they run."""
     load = NO_STEP.with_singles(decoders.contexts)
     alone = price.seconds(load, len(decoders.due))
-    due, gap_due = _attainable(begin + alone, decoders)
+    together = begin + alone <= decoders.due.min(initial=math.inf)
+    split = not together and _can_take_turns(begin, decoders, price)
+    due, gap_due = (decoders.due, decoders.due) if split else _attainable(begin + alone, decoders)
     ends = [prompt.due for prompt in prompts if _can_be_met(begin, prompt, price)]
     first = min(due.min(initial=math.inf), min(ends, default=math.inf))
-    if not prompts:
+    if not prompts and not split:
         return Pace(first)
-    for end in (min(first, gap_due.min(initial=math.inf)), first):
+    for end in () if split else (min(first, gap_due.min(initial=math.inf)), first):
         if _in_time(begin, end, load, prompts, price):
             if _apart(begin, end, load, prompts[0], price):
                 return Pace(end - alone, tuple(range(len(decoders.due))))
             return Pace(end)
     return Pace(first, _waiting(begin, first, decoders._replace(due=due), prompts, price))
+
+
+def _can_take_turns(begin: float, decoders: Decoders, price: Price) -> bool:
+    """Whether steps of some decodes each, by deadline, keep all deadlines where one of all does
+    not."""
+    order = np.argsort(decoders.due, kind="stable").tolist()
+    while order:
+        end = float(decoders.due[order[0]])
+        count = _most_decodes(begin, end, NO_STEP, 0, decoders, order, price)
+        if not count:
+            return False
+        begin += price.seconds(NO_STEP.with_singles(decoders.contexts[order[:count]]), count)
+        order = order[count:]
+    return True
 
 
 def _attainable(end: float, decoders: Decoders) -> tuple[Floats, Floats]:
