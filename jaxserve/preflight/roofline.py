@@ -29,7 +29,7 @@ def step_load(model: Any, weights: int, step: dict[str, int]) -> Load:
     table = c.V * c.D / tensor if not getattr(c, "tie", False) else 0  # embedding: T rows are read
     read = max(0, weights - int(table * itemsize))
     kv_heads = c.K / tensor
-    kv_bytes = int(2 * c.L * kv_heads * c.H * context * rows * itemsize)
+    kv_bytes = int(2 * c.L * kv_heads * c.H * context * rows * step["kv_itemsize"])
     share = -(-tokens // data)  # tokens whose matmuls a device computes
     matmuls = 2.0 * (values - c.V * c.D / tensor - table) * share
     head = 2.0 * c.V * c.D / tensor * rows

@@ -171,7 +171,7 @@ class DeviceStep:
     def _init_kv(self) -> Any:
         c = self.model_config
         shape = attention.kv_shape(c.L, self.num_blocks, self.config.cache.block_size, c.K, c.H)
-        return attention.init_kv(shape, self.config.model.dtype)
+        return attention.init_kv(shape, self.config.cache.dtype)
 
     def abstract_state(self) -> dict[str, Any]:
         c, seats = self.model_config, self.num_seats
