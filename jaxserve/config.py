@@ -237,3 +237,9 @@ class EngineConfig:
     runner: RunnerConfig = RunnerConfig()
     mesh: MeshConfig = MeshConfig()
     server: ServerConfig = ServerConfig()
+
+    @property
+    def max_chunk(self) -> int:
+        """Most tokens that one request gets in a step."""
+        equal = self.scheduler.mode == "fixed" or self.runner.deterministic
+        return self.scheduler.chunk_size if equal else self.scheduler.token_budget

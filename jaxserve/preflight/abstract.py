@@ -16,6 +16,7 @@ from jaxserve.runner.programs import ProgramSpec
 from jaxserve.runner.sharding import ONE_DEVICE, Sharding, device_bytes
 from model_zoo import partition
 
+_FEW = 1009  # blocks of a pool whose size says nothing
 _SCRATCH_GUESS = GIB  # of the programs, before they have been compiled
 
 
@@ -98,7 +99,7 @@ def make_plan(
         sharding = Sharding(partition.make_mesh(devices, config.mesh.data, config.mesh.tensor))
     notes: list[str] = []
     config = build.with_kernels(config, sharding, notes.append)
-    first = _with_blocks(config, hf, sharding, 1)
+    first = _with_blocks(config, hf, sharding, _FEW)
     block_bytes = first.block_bytes
     asked = config.cache.num_blocks or int(config.cache.memory_gib * GIB) // block_bytes
     if not num_blocks:
@@ -122,4 +123,4 @@ def _guess(target: Target, weight_bytes: int, block_bytes: int) -> int:
     """Blocks that should fit; a small pool when even the weights do not."""
     memory = target.figures.get("hbm_gib", 0) * GIB * HEADROOM
     free = memory - weight_bytes - _SCRATCH_GUESS if memory else 2 * GIB
-    return max(int(free) // block_bytes, 1009)
+    return max(int(free) // block_bytes, _FEW)

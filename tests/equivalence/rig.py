@@ -108,7 +108,8 @@ class Rig:
         sizes = tuple(size for size in self.config.buckets.tokens if size <= budget)
         assert sizes and sizes[-1] == budget, f"budget {budget} is not a bucket of this rig"
         buckets = dataclasses.replace(config.buckets, tokens=sizes)
-        limits = ModelLimits(tiny.VOCAB, frozenset({EOS}))
+        windows = self.assembly.engine.limits.windows
+        limits = ModelLimits(tiny.VOCAB, frozenset({EOS}), windows)
         return Engine(dataclasses.replace(config, buckets=buckets), self.runner, limits)
 
     def poison(self) -> None:
