@@ -25,14 +25,14 @@ from jaxserve.config import (
 from jaxserve.engine import Engine, ModelLimits
 from jaxserve.kv.groups import row_blocks
 from jaxserve.request import SamplingParams
-from tests.equivalence.rig import EOS, ONLY_GREEDY, generate, write_tokenizer
+from tests.equivalence.rig import EOS, ONLY_GREEDY, Poisoner, generate, write_tokenizer
 from tests.families.cases import LENGTH, NAMES, NUM_GREEDY, SHORT, VOCAB, Case, case
 
 BLOCK = 8
 MAX_LEN = LENGTH + NUM_GREEDY + 2
 CHUNKS = (1, BLOCK - 1, BLOCK, BLOCK + 1, 13, MAX_LEN)
 TIGHT, ROOMY = 1.5, 4  # pool to what the longest of three requests (17 + 13 + 13 blocks) needs
-FEW = ("gemma3", "qwen3_moe")
+FEW = ("gemma3", "mistral", "qwen3_moe")
 GREEDY = SamplingParams(
     temperature=0.0, max_tokens=NUM_GREEDY, ignore_eos=True, logprobs=1, prompt_logprobs=1
 )
@@ -57,7 +57,8 @@ class FamilyRig:
         self.assembly = assemble(config)
 
     def engine(self, chunk: int, share: float) -> Engine:
-        """A fresh engine on a cache full of NaN; nothing reserved: with a tight pool it preempts.
+        """A fresh engine on a cache full of NaN, also where blocks were let go; nothing reserved:
+        with a tight pool it preempts.
 
         The pool is the first part of the one that was compiled.
         """
@@ -77,7 +78,9 @@ class FamilyRig:
         num_blocks = int(share * row_blocks(windows, MAX_LEN, BLOCK, chunk))
         cache = dataclasses.replace(self.assembly.config.cache, num_blocks=num_blocks)
         config = dataclasses.replace(self.assembly.config, scheduler=scheduler, cache=cache)
-        return Engine(config, runner, ModelLimits(VOCAB, frozenset({EOS}), windows))
+        engine = Engine(config, runner, ModelLimits(VOCAB, frozenset({EOS}), windows))
+        Poisoner(engine, runner)
+        return engine
 
 
 def check(rig: FamilyRig, expected: Case, chunk: int) -> None:
