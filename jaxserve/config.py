@@ -43,7 +43,7 @@ def _one_of(name: str, value: object, known: tuple[str, ...]) -> None:
 class ModelConfig:
     """Which weights, in which precision."""
 
-    # The pinned default, a folder, a .gguf file, an Orbax folder, or a hub name.
+    # A pinned name (the default, gemma3-270m), a folder, a .gguf file, an Orbax folder, a hub name.
     name: str = "smollm2-135m-instruct"
     dtype: str = "auto"  # auto | float32 | bfloat16; of weights, activations and KV
     max_len: int = 0  # tokens of prompt and output together; 0: what the model was trained for

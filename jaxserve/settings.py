@@ -34,6 +34,11 @@ def read(path: Path | None = None, assignments: Sequence[str] = ()) -> EngineCon
     config = EngineConfig()
     if path is not None:
         config = merge(config, _read_toml(path), str(path))
+    return assign(config, assignments)
+
+
+def assign(config: EngineConfig, assignments: Sequence[str]) -> EngineConfig:
+    """`config` with each `section.key=value` put over it, as `read` does."""
     for text in assignments:
         section, key, value = _split_assignment(text)
         config = merge(config, {section: {key: value}}, f"--set {text}")

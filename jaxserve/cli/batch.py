@@ -8,7 +8,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from jaxserve.cli import batch_ray, common, recording
-from jaxserve.cli.batch_run import Outcome, Work, run_engine
+from jaxserve.cli.batch_run import LEARNED, Outcome, Work, run_engine
 from jaxserve.offline import shard
 from jaxserve.offline.stop import GRACE_SECONDS
 
@@ -195,7 +195,8 @@ def _run_locked(  # noqa: PLR0913
         wishes = Wishes(args.restart, args.accept_changes, args.retry_errors)
         anew = args.restart or args.accept_changes
         source = Input(given) if given else places.spool(files, _stdin(), anew=anew)
-        files.prepare(source, settings, wishes)
+        later = [LEARNED] if config.model.dtype == "auto" else []
+        files.prepare(source, settings, wishes, later)
         work = Work(args, config, defaults, files, source)
         nothing_left = work.num_lines and not work.num_left
         if nothing_left:

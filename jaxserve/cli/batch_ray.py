@@ -52,6 +52,8 @@ def check(args: argparse.Namespace) -> None:
 class RayRunner:
     """As the runner of one engine (`cli.batch_run`), for several."""
 
+    dtype = None  # of the actors, each of which may resolve `auto` by itself
+
     def __init__(self, work: "Work") -> None:
         common.start_logging(work.args.verbose)
         from jaxserve.offline.crew import CrewJob

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from jaxserve.offline.stop import StopSignals
     from jaxserve.request import SamplingParams
 
+LEARNED = "model.dtype"  # what `auto` is on this machine, only a started engine says
 REMOTE_PART = 64 << 20  # bytes of a part where the storage cannot append
 
 
@@ -88,6 +89,8 @@ def run_engine(work: Work, stop: "StopSignals") -> Outcome:
     begun = time.monotonic()
     status = None
     try:
+        if runner.dtype is not None:
+            files.learn({LEARNED: runner.dtype})
         output = files.open_output(Syncing(args.sync_interval, roll_bytes))
         status = work.status_file()
         progress = Several([make_progress(work.num_left, sys.stderr), status])
@@ -128,6 +131,7 @@ class _LocalRunner:
         args = work.args
         self._assembly = common.assemble(work.config, args)
         tokenizer, config = self._assembly.tokenizer, self._assembly.config
+        self.dtype = config.model.dtype
         self._parse = Parser(work.defaults, encoder(tokenizer, config, any_model=args.any_model))
         self._lines = work.lines
         options = JobOptions(args.token_ids, in_order=args.in_order, max_errors=args.max_errors)

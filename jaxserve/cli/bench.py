@@ -89,7 +89,7 @@ def _measure(
 ) -> list[tuple[int, ...]]:
     """Prints one report a run; returns the output ids of the last."""
     from jaxserve.driver import Driver
-    from jaxserve.offline.figures import goodput, latency_figures, step_figures
+    from jaxserve.offline.figures import Sizes, goodput, latency_figures, step_figures
     from jaxserve.offline.workload import replay, warm_up_items
 
     driver = Driver(assembly.engine, assembly.tokenizer)
@@ -102,7 +102,7 @@ def _measure(
                 result = replay(driver, items)
             report = {
                 **_heading(assembly, args.workload, startup),
-                **latency_figures(items, result),
+                **latency_figures(Sizes.of(items), result),
                 "goodput": goodput(result, args.slo_ttft_ms, args.slo_tpot_ms),
                 **step_figures(records, result),
                 **_device(assembly),

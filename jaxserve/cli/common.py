@@ -38,7 +38,8 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--model",
         metavar="NAME|PATH",
-        help="folder, .gguf file, Orbax folder or hub name; default: SmolLM2-135M-Instruct",
+        help="folder, .gguf file, Orbax folder, hub name or gemma3-270m; "
+        "default: SmolLM2-135M-Instruct",
     )
     group.add_argument("--config", type=Path, metavar="FILE", help="TOML file with settings")
     group.add_argument(

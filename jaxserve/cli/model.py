@@ -13,7 +13,11 @@ def register(subparsers: Any) -> None:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
     pull = commands.add_parser("pull", help="fetch a model into the cache; prints its path")
-    pull.add_argument("name", nargs="?", help="hub name (owner/name); without: the default model")
+    pull.add_argument(
+        "name",
+        nargs="?",
+        help="gemma3-270m, or a hub name (owner/name); without: the default model",
+    )
     _add_cache_dir(pull)
     pull.set_defaults(func=run, action=_pull)
 

@@ -6,11 +6,22 @@ TPOT the mean gap of one request.
 
 import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxserve.metrics import StepRecord, Totals
 from jaxserve.offline.report import EngineUse, share
 from jaxserve.offline.workload import Replay, WorkItem
+
+
+class Sizes(NamedTuple):
+    """What the figures need to know of a request beside its times."""
+
+    num_prompt: int  # tokens
+    is_late: bool
+
+    @classmethod
+    def of(cls, items: Sequence[WorkItem]) -> "list[Sizes]":
+        return [cls(len(item.prompt_token_ids), item.is_late) for item in items]
 
 
 def quantile(values: Sequence[float], q: float) -> float | None:
@@ -21,15 +32,15 @@ def quantile(values: Sequence[float], q: float) -> float | None:
 
 def spread(values: Sequence[float], scale: float = 1.0) -> dict[str, float | None]:
     """p50, p99 and max, times `scale`."""
-    scaled = [scale * value for value in values]
+    scaled = sorted(scale * value for value in values)
     return {"p50": quantile(scaled, 0.5), "p99": quantile(scaled, 0.99), "max": quantile(scaled, 1)}
 
 
-def latency_figures(items: Sequence[WorkItem], run: Replay) -> dict[str, Any]:
+def latency_figures(items: Sequence[Sizes], run: Replay) -> dict[str, Any]:
     """Throughput in tokens/s, TTFT in s, ITL and TPOT in ms, and the stall that late items
     cause."""
     wall = run.end - run.start
-    prompt = sum(len(item.prompt_token_ids) for item in items)
+    prompt = sum(item.num_prompt for item in items)
     output = sum(len(times) for times in run.times)
     gaps = [b - a for times in run.times for a, b in itertools.pairwise(times)]
     figures: dict[str, Any] = {
@@ -114,7 +125,7 @@ def _tpots(run: Replay) -> list[float | None]:
     ]
 
 
-def _stall(items: Sequence[WorkItem], run: Replay, arrived: float) -> dict[str, float | None]:
+def _stall(items: Sequence[Sizes], run: Replay, arrived: float) -> dict[str, float | None]:
     """How the running streams fare until the first late item has its first token."""
     late = [times for item, times in zip(items, run.times, strict=True) if item.is_late]
     early = [times for item, times in zip(items, run.times, strict=True) if not item.is_late]

@@ -5,7 +5,7 @@ The order is the point.  Whatever can be refused is refused before anything is c
 
 import dataclasses
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import numpy as np
@@ -53,6 +53,7 @@ class JobFiles:
         self._parts: list[Part] = []
         self._keep: Callable[[np.ndarray], np.ndarray] | None = None  # lines that a rewrite keeps
         self._settings: dict[str, Any] = {}
+        self._wishes = Wishes()
         self._moves: list[tuple[str, str]] = []
         self._replaced: tuple[str, str] | None = None  # standard input: the new copy, the old one
         self._given: Input
@@ -61,12 +62,20 @@ class JobFiles:
         self.outcomes: np.ndarray  # u8[N], for finished lines
         self.num_retried = 0  # lines that failed before and are to be redone
 
-    def prepare(self, given: Input, settings: dict[str, Any], wishes: Wishes) -> None:
-        """Looks through the input and finds out what is done.
+    def prepare(
+        self,
+        given: Input,
+        settings: dict[str, Any],
+        wishes: Wishes,
+        later: Collection[str] = (),
+    ) -> None:
+        """Looks through the input and finds out what is done.  `later`: settings that only a
+        started engine knows (`learn`).
 
         Raises InputError when the job cannot go on like this: nothing of it was changed then.
         """
         self._given = given
+        self._wishes = wishes
         self.scan = given.scan()
         count = self.scan.num_lines
         described = {"input": self.scan.digest, "lines": count, "rolled": self.layout.rolled}
@@ -78,8 +87,15 @@ class JobFiles:
         elif self._fresh:
             self._refuse_foreign_output()
         else:
-            self._compare(wishes)
+            self._compare(later)
             self._resume(wishes)
+
+    def learn(self, settings: dict[str, Any]) -> None:
+        """What a started engine says of settings that `prepare` left open.  Raises InputError as
+        `prepare` does, and changes nothing."""
+        known, self._settings = self._settings, {**self._settings, **settings}
+        if not (self._fresh or self._wishes.restart):
+            self._accept(changes(known, self._settings))
 
     def replace(self, side: str, path: str) -> None:
         """`side`, the file that `prepare` is given, takes the place of `path` in `settle`; in
@@ -133,13 +149,15 @@ class JobFiles:
                     f"--restart to set it aside and begin anew"
                 )
 
-    def _compare(self, wishes: Wishes) -> None:
+    def _compare(self, later: Collection[str]) -> None:
         path = f"{self.layout.folder}/{_SETTINGS}"
         try:
             content = json.loads(read_all(self.storage, path))
             if content["format"] != FORMAT:
                 raise ValueError(f"it has format {content['format']}, this version knows {FORMAT}")
-            differing = changes(content["settings"], self._settings)
+            before = content["settings"]
+            self._settings |= {key: before[key] for key in later if key in before}
+            differing = changes(before, self._settings)
         except (ValueError, KeyError, TypeError) as error:
             raise InputError(f"{path} cannot be used ({error}); --restart begins anew") from error
         fixed = [change for change in differing if change.startswith("rolled")]
@@ -151,7 +169,10 @@ class JobFiles:
                 f"{self.layout.output} was begun {was} --roll-size; {do}, or add --restart to "
                 f"begin anew"
             )
-        if differing and not wishes.accept_changes:
+        self._accept(differing)
+
+    def _accept(self, differing: list[str]) -> None:
+        if differing and not self._wishes.accept_changes:
             raise InputError(
                 f"this is not the job that {self.layout.output} was begun with: "
                 f"{'; '.join(differing)}. Add --accept-changes to go on all the same, or --restart "

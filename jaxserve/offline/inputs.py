@@ -248,6 +248,9 @@ def _strict_id(line: Line) -> str | None:
     """The custom_id that a line gives; None when it gives no valid one."""
     try:
         value = parse_object(line)
+    except RequestError:
+        return tasks.salvaged_id(line.data)
+    try:
         return None if value.get("custom_id") is None else tasks.custom_id(value, line.number)
     except RequestError:
         return None

@@ -41,9 +41,12 @@ class Parser:
         self._encode = encode
 
     def __call__(self, line: Line) -> Ready | Failed:
-        name = None
         try:
             value = parse_object(line)
+        except RequestError as error:
+            return Failed(line.place, tasks.salvaged_id(line.data), error)
+        name = None
+        try:
             name = tasks.custom_id(value, line.number)
             task = tasks.parse_task(value, self._defaults)
             return Ready(line.place, name, task, self._encode(task))

@@ -4,7 +4,9 @@ A line is an OpenAI batch object (`custom_id`, `method`, `url`, `body`) or a pla
 `prompt`, `prompt_token_ids`, `messages`, beside `custom_id` and sampling options.
 """
 
-from collections.abc import Mapping
+import json
+import re
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -16,6 +18,8 @@ from jaxserve.request import SamplingParams
 CHAT_URL = "/v1/chat/completions"
 COMPLETION_URL = "/v1/completions"
 MAX_CUSTOM_ID = 512  # characters
+_LENIENT = json.JSONDecoder()  # takes NaN, repeated keys, half surrogate pairs
+_BLANK = re.compile(r"[ \t\r\n]*")
 
 
 class _Envelope(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -39,6 +43,17 @@ def custom_id(value: Mapping[str, Any], number: int) -> str:
         message = f"custom_id is longer than {MAX_CUSTOM_ID} characters"
         raise RequestError("invalid_request", message)
     return found
+
+
+def salvaged_id(data: bytes | None) -> str | None:
+    """The custom_id of a line that is no strict JSON, where it can be told all the same: given
+    once, and before what breaks the line."""
+    given = [value for key, value in _entries(data or b"") if key == "custom_id"]
+    try:
+        name = custom_id({"custom_id": given[0]}, 0) if len(given) == 1 and given[0] else None
+        return name if name is None or name.encode() else None
+    except (RequestError, UnicodeEncodeError):
+        return None
 
 
 def parse_task(value: dict[str, Any], defaults: SamplingParams) -> Task:
@@ -67,6 +82,28 @@ def parse_task(value: dict[str, Any], defaults: SamplingParams) -> Task:
         message = f"{where}prompt holds several prompts; give each a line of its own"
         raise RequestError("invalid_request", message)
     return call.tasks[0]
+
+
+def _entries(data: bytes) -> Iterator[tuple[str, Any]]:
+    """Key and value of what a line that is an object begins with, as far as it can be read."""
+    text = data.decode("utf-8", "surrogateescape")
+
+    def after_blank(place: int, mark: str = "") -> int:
+        blank = _BLANK.match(text, place)
+        assert blank is not None
+        if not text.startswith(mark, blank.end()):
+            raise ValueError
+        return blank.end() + len(mark)
+
+    try:
+        place = after_blank(after_blank(0, "{"))
+        while True:
+            key, place = _LENIENT.raw_decode(text, place)
+            value, place = _LENIENT.raw_decode(text, after_blank(after_blank(place, ":")))
+            yield key, value
+            place = after_blank(after_blank(place, ","))
+    except (ValueError, RecursionError):
+        return
 
 
 def _is_envelope(value: Mapping[str, Any]) -> bool:

@@ -27,7 +27,7 @@ def hf_config(name: str, config_file: Path | None) -> dict[str, Any]:
             return _read(described)
     from model_zoo.weights import open_checkpoint
 
-    if path.exists() or name == sources.DEFAULT:
+    if path.exists() or name.lower() in sources.PINNED:
         return open_checkpoint(sources.resolve(name)).hf_config
     return _from_hub(name, config_file)
 

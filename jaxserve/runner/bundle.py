@@ -40,9 +40,7 @@ def save(root: Path, spec: Any, lowered: Any, compiled: Any) -> int:
     cannot be stored again (XLA leaves its functions out, and says so only when it is loaded).
     """
     if compile_cache.in_use():
-        raise RuntimeError(
-            "a bundle cannot be made of programs from the compile cache; turn it off"
-        )
+        raise RuntimeError("a bundle cannot be made of cached programs; turn the compile cache off")
     payload, _, _ = serialize_executable.serialize(compiled)
     path = folder_of(root, _devices(spec)) / _name(spec, lowered)
     path.parent.mkdir(parents=True, exist_ok=True)

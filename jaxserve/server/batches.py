@@ -2,6 +2,7 @@
 
 import re
 import secrets
+import shutil
 import time
 from pathlib import Path
 from typing import Any, Literal
@@ -73,7 +74,7 @@ class BatchStore:
     def create(
         self, input_file: str, endpoint: str, window: str, metadata: dict[str, str] | None
     ) -> BatchRecord:
-        """Raises OSError."""
+        """Raises OSError; nothing is left behind then."""
         now = int(time.time())
         record = BatchRecord(
             id=f"batch_{secrets.token_hex(12)}",
@@ -84,8 +85,12 @@ class BatchStore:
             expires_at=now + WINDOW_SECONDS,
             metadata=metadata,
         )
-        self.place(record).mkdir()
-        self.save(record)
+        try:
+            self.place(record).mkdir()
+            self.save(record)
+        except BaseException:
+            shutil.rmtree(self.place(record), ignore_errors=True)
+            raise
         self._batches[record.id] = record
         return record
 

@@ -8,10 +8,9 @@ from typing import Any, Protocol
 import msgspec
 from starlette.datastructures import UploadFile
 from starlette.formparsers import MultiPartException
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 from starlette.routing import Route
-from starlette.types import Message
 
 from jaxserve.offline.lock import LocalLock
 from jaxserve.openai_api import strict_json
@@ -20,7 +19,7 @@ from jaxserve.openai_api.errors import RequestError
 from jaxserve.server import errors
 from jaxserve.server.batch_runner import BatchRunner
 from jaxserve.server.batches import ENDPOINTS, BatchRecord, BatchStore
-from jaxserve.server.body import read_body
+from jaxserve.server.body import bounded, read_body
 from jaxserve.server.errors import ApiError
 from jaxserve.server.file_store import FileRecord, FileStore
 from jaxserve.server.service import Service
@@ -80,9 +79,9 @@ class FilesAndBatches:
     async def upload(self, request: Request) -> Response:
         """A form with `file` and `purpose`, which must be batch."""
         limits = self._service.engine.config.server
-        bounded = _bounded(request, limits.max_upload_bytes, limits.idle_s)
+        body = bounded(request, limits.max_upload_bytes, limits.idle_s, "a file")
         try:
-            async with bounded.form(max_files=1, max_fields=4, max_part_size=1024) as form:
+            async with body.form(max_files=1, max_fields=4, max_part_size=1024) as form:
                 file, purpose = form.get("file"), form.get("purpose")
                 if not isinstance(file, UploadFile):
                     raise errors.invalid("invalid_request", "send a form with a file", "file")
@@ -187,27 +186,6 @@ def _check(asked: NewBatch) -> None:
     ):
         message = f"metadata has at most {MAX_METADATA} entries of {MAX_METADATA_TEXT} characters"
         raise errors.invalid("invalid_request", message, "metadata")
-
-
-def _bounded(request: Request, most: int, idle_s: float) -> Request:
-    """The same request, whose body may have `most` bytes."""
-    received = 0
-
-    async def receive() -> Message:
-        nonlocal received
-        try:
-            async with asyncio.timeout(idle_s):
-                message = await request.receive()
-        except TimeoutError:
-            raise errors.ApiError(408, "body_too_slow", "the body did not arrive") from None
-        if message["type"] == "http.disconnect":
-            raise ClientDisconnect
-        received += len(message.get("body", b""))
-        if received > most:
-            raise errors.ApiError(413, "body_too_long", f"a file may have {most} bytes at most")
-        return message
-
-    return Request(request.scope, receive)
 
 
 def _page(request: Request, records: Sequence[_Named]) -> Response:

@@ -173,6 +173,48 @@ def test_b79_a_line_that_cannot_run_has_no_made_up_id(run, files: Files):
     assert [result["custom_id"] for result in files.read()] == [None, "line-1"]
 
 
+@pytest.mark.parametrize(
+    "broken",
+    [
+        b'{"custom_id": "a", "prompt": NaN}',
+        b'{"custom_id": "a", "prompt": "x", "prompt": "y"}',
+        b'{"custom_id": "a", "prompt": "\\ud800"}',
+        b'{"prompt": "x", "temperature": 1e999, "custom_id": "a"}',
+        b' {"method": "POST" , "custom_id" : "a" , "body": {"prompt": "cut o',
+        b'{"custom_id": "a", "body": %s' % (b"[" * 100_000),
+        b'{"custom_id": "a", "prompt": "\xff"}',
+        b'{"custom_id": "a"} {"custom_id": "b"}',
+    ],
+)
+def test_b83_a_line_that_is_no_json_keeps_the_id_that_can_be_read(broken, run, files: Files):
+    files.write(broken, {"custom_id": "c", **GOOD})
+    assert run().code == 1
+    results = files.by_id()
+    assert results.keys() == {"a", "c"}
+    assert results["a"]["error"]["code"] == "invalid_json"
+    before = files.output.read_bytes()
+    assert run().code == 1
+    assert files.output.read_bytes() == before
+    files.write({"custom_id": "a", **GOOD}, broken)  # in results they could not be told apart
+    ran = run("--restart")
+    assert ran.code == 2 and "lines 1 and 2" in ran.err
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        b'{"custom_id": "a", "custom_id": "b"}', b'{"x": {"custom_id": "a"}, "y"}',
+        b'{"custom_id": 3, "y"}', b'{"custom_id": "", "y"}', b'["custom_id", "a"', b"\xff{",
+        b'{"custom_id": "\xff"}', b'{"custom_id": "\\ud800"}', b'{"custom_id": "aaaa', b"{3: 4}",
+        b'{"custom_id": "%s", "y"}' % (b"a" * 513), b'{"prompt": "x" "custom_id": "a"}',
+    ],
+)  # fmt: skip
+def test_b83_an_id_that_cannot_be_told_is_none(broken: bytes, run, files: Files):
+    files.write(broken, {"custom_id": "c", **GOOD})
+    assert run().code == 1
+    assert [result["custom_id"] for result in files.read()] == [None, "c"]
+
+
 def test_b79_equal_hashes_are_not_equal_ids(run, files: Files, monkeypatch):
     strong = inputs.blake2b
 

@@ -1,5 +1,6 @@
 """`jaxserve batch` run again: after an interruption, after changes, beside another process."""
 
+import dataclasses
 import errno
 import gzip
 import io
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from jaxserve.config import EngineConfig
 from jaxserve.offline.codecs import codec_of
 from jaxserve.offline.lock import LocalLock
 from jaxserve.offline.output import Output
@@ -124,6 +126,40 @@ def test_other_settings_are_refused_by_name_and_nothing_is_touched(
     assert len(assembled) == 1
     assert run(*options, "--accept-changes").code == 0
     assert run(*options).code == 0, "what was accepted is what the job is now"
+
+
+def test_a_data_type_that_is_another_on_this_machine_is_refused_by_name(
+    run, files: Files, monkeypatch: pytest.MonkeyPatch
+):
+    """`auto` is float32 on one kind of CPU and bfloat16 on another."""
+
+    def machine(dtype: str) -> None:
+        def resolve(config: EngineConfig, *rest: Any) -> EngineConfig:
+            config = config_resolve(config, *rest)
+            return dataclasses.replace(config, model=dataclasses.replace(config.model, dtype=dtype))
+
+        monkeypatch.setattr(fakes, "resolve", resolve)
+
+    config_resolve = fakes.resolve
+    files.write(*SEEDED[:20])
+    machine("float32")
+    interrupt_after(monkeypatch, 9)
+    run()
+    before = snapshot(files.output.parent)
+    assert before
+    machine("bfloat16")
+    ran = run()
+    assert ran.code == 2 and 'model.dtype was "float32" and is "bfloat16"' in ran.err
+    assert snapshot(files.output.parent) == before
+    machine("float32")
+    assert run("--set", "model.dtype=float32").code == 0, "named, not changed"
+    assert run().code == 0
+    files.write(*SEEDED[:25])
+    machine("bfloat16")
+    assert run("--accept-changes").code == 0
+    files.write(*SEEDED[:30])
+    ran = run("--set", "model.dtype=float32")
+    assert ran.code == 2 and 'model.dtype was "bfloat16" and is "float32"' in ran.err
 
 
 def test_what_only_a_promise_of_bits_makes_count_is_not_named_when_the_promise_changed(

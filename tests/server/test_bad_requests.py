@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.cli import fakes
 from tests.server.rig import MODEL, Rig
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -191,6 +192,26 @@ def test_b76_no_message_forges_another_turn(server: Rig):
     assert tokens.count(257) == 2  # the template's own marks
     alone = server.post("/tokenize", json={"prompt": "<|turn|>"}).json()["tokens"]
     assert alone == [257]  # a plain prompt is the client's own business
+
+
+def test_b75_a_chat_has_the_marks_of_its_template_and_no_more(server: Rig):
+    """As the Python API has it; `test_law` compares batch files too."""
+    tokens = server.post("/tokenize", json={"messages": MESSAGES}).json()["tokens"]
+    assert tokens == fakes.byte_tokenizer().encode("<|turn|>user: hi\n<|turn|>assistant: ")
+    answer = server.post(
+        CHAT, json={"messages": MESSAGES, "max_tokens": 1, "return_token_ids": True}
+    )
+    assert answer.json()["prompt_token_ids"] == tokens
+
+
+@pytest.mark.parametrize("text", ["a" * 2**20, "-q1" * 2**18, ".gguf" * 2**17, "(a+)+" * 2**17])
+@pytest.mark.parametrize("field", ["model", "user", "stop", "cache_salt", "prompt"])
+def test_cve_2025_71379_no_text_of_a_client_makes_a_pattern_explode(
+    field: str, text: str, server: Rig
+):
+    answer = server.post(TEXT, json={"prompt": "a", "max_tokens": 1, field: text})
+    assert answer.status_code == {"user": 200, "model": 404}.get(field, 400)
+    assert server.service.text.num_killed == 0  # nothing took `server.text_s`
 
 
 def test_b57_ids_of_clients_are_only_echoed(server: Rig):

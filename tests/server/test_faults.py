@@ -37,29 +37,32 @@ def connect(server: Rig, body: dict[str, Any], *, small: bool = False) -> socket
     return connection
 
 
-def test_b41_clients_that_hang_up_at_any_time_leave_nothing(server: Rig):
+def test_b41_clients_that_hang_up_at_any_time_leave_nothing(slow_server: Rig):
     draw = random.Random(4)
-    for _ in range(100):
+    before = slow_server.canary()
+    for _ in range(50):
         body = LONG | {"stream": draw.random() < 0.5, "n": draw.choice([1, 3])}
-        connection = connect(server, body)
-        time.sleep(draw.random() * 0.03)
+        connection = connect(slow_server, body)
+        time.sleep(draw.random() * 0.06)  # three steps
         connection.close()
-    before = server.canary()
-    wait_for(server.is_idle, 2)  # 240 tokens each would take longer
-    assert server.canary() == before
+    began = slow_server.engine.num_steps
+    wait_for(slow_server.is_idle)
+    assert slow_server.engine.num_steps - began < 120  # of the 240 that the last one asked for
+    assert slow_server.canary() == before
 
 
-def test_b41_a_cancelled_request_is_gone_within_a_step(server: Rig):
-    connection = connect(server, LONG | {"stream": True})
+def test_b41_a_cancelled_request_is_gone_within_a_step(slow_server: Rig):
+    engine = slow_server.engine
+    connection = connect(slow_server, LONG | {"stream": True})
     connection.recv(200)
-    steps: list[int] = []
-    wait_for(lambda: server.engine.gauges.running == 1)
+    wait_for(lambda: engine.gauges.running == 1)
+    sent = engine.num_steps
     connection.close()
-    wait_for(lambda: server.engine.num_requests == 0, 1)
-    began = server.engine.num_steps
-    wait_for(lambda: server.engine.gauges.running == 0, 1)
-    steps.append(server.engine.num_steps - began)
-    assert steps[0] <= 3  # one in flight, one that the message met
+    wait_for(lambda: engine.num_requests == 0)
+    heard = engine.num_steps
+    wait_for(lambda: engine.gauges.running == 0)
+    assert engine.num_steps - heard <= 3  # one in flight, one that the message met
+    assert heard - sent < 120
 
 
 def test_b43_all_prompts_of_a_request_or_none(server: Rig):
@@ -70,15 +73,18 @@ def test_b43_all_prompts_of_a_request_or_none(server: Rig):
         assert server.engine.num_requests == 0
 
 
-def test_b63_samples_differ_can_be_repeated_and_are_cancelled_together(server: Rig):
+def test_b63_samples_differ_can_be_repeated_and_are_cancelled_together(slow_server: Rig):
+    server = slow_server
     body = {"prompt": "x", "n": 4, "seed": 5, "max_tokens": 30, "stop": ["a"]}
     first, again = (server.post(TEXT, json=body).json()["choices"] for _ in range(2))
     assert first == again
     assert len({choice["text"] for choice in first}) == 4
     connection = connect(server, LONG | {"n": 4})
     wait_for(lambda: server.engine.num_requests == 4)
+    began = server.engine.num_steps
     connection.close()
-    wait_for(lambda: server.engine.num_requests == 0, 2)
+    wait_for(lambda: server.engine.num_requests == 0)
+    assert server.engine.num_steps - began < 120
 
 
 def test_b11_nothing_is_sent_before_the_first_token(server: Rig):
@@ -193,7 +199,7 @@ def test_priority_of_a_request_decides_who_is_next(tmp_path: Path):
         order: list[int] = []
 
         def ask(priority: int) -> None:
-            body = {"prompt": "p", "max_tokens": 5, "ignore_eos": True, "priority": priority}
+            body = {"prompt": "p", "max_tokens": 30, "ignore_eos": True, "priority": priority}
             assert server.post(TEXT, json=body).status_code == 200
             order.append(priority)
 

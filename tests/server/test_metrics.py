@@ -111,7 +111,8 @@ def test_counts_are_those_of_the_requests(server: Rig):
     assert after['jaxserve_program_run_seconds{program="backbone[64]"}'] == 0.002
 
 
-def test_load_and_ends_from_outside_are_seen(server: Rig):
+def test_load_and_ends_from_outside_are_seen(slow_server: Rig):
+    server = slow_server
     before = scrape(server)
     with server.client() as client:
         long = client.completions.create(

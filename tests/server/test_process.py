@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -34,6 +33,7 @@ engine_client.EngineClient = functools.partial(
 from jaxserve.cli.main import main
 sys.exit(main(sys.argv[1:]))
 """
+SLOW = FAKE.replace('fake_engine")', 'fake_engine", "0.02")')  # LONG takes five seconds
 REAL = "import sys; from jaxserve.cli.main import main; sys.exit(main(sys.argv[1:]))"
 LONG = {"prompt": "long", "max_tokens": 240, "ignore_eos": True}
 
@@ -98,20 +98,32 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def runs_one(served: Process) -> bool:
+    metrics = httpx.get(f"{served.url}/metrics").text
+    return re.search(r"^vllm:num_requests_running{.*} 1\.0$", metrics, re.MULTILINE) is not None
+
+
+def answers(served: Process) -> bool:
+    try:
+        httpx.get(f"{served.url}/health")
+    except httpx.TransportError:
+        return False
+    return True
+
+
 def test_sigterm_lets_what_runs_finish_and_takes_nothing_more(folder: Path):
-    with serving(folder) as served:
+    with serving(folder, code=SLOW) as served:
         wait_for(lambda: ready(served), 60)
-        answers: list[httpx.Response] = []
-        thread = threading.Thread(target=lambda: answers.append(served.post(LONG)))
+        got: list[httpx.Response] = []
+        thread = threading.Thread(target=lambda: got.append(served.post(LONG)))
         thread.start()
-        time.sleep(0.15)
+        wait_for(lambda: runs_one(served))
         served.process.send_signal(signal.SIGTERM)
-        time.sleep(0.15)
-        with pytest.raises(httpx.TransportError):
-            served.post(LONG)
+        wait_for(lambda: not answers(served))
+        assert thread.is_alive()
         thread.join()
-        assert answers[0].status_code == 200
-        assert answers[0].json()["usage"]["completion_tokens"] == 240
+        assert got[0].status_code == 200
+        assert got[0].json()["usage"]["completion_tokens"] == 240
         code, err = served.end()
     assert code == 0, err
     assert err.splitlines()[-1] == "jaxserve: stopped"
@@ -119,20 +131,15 @@ def test_sigterm_lets_what_runs_finish_and_takes_nothing_more(folder: Path):
 
 
 def test_sigterm_cuts_at_the_deadline_with_an_error(folder: Path):
-    with serving(folder, "--set", "server.grace_s=0.2", "--set", "scheduler.max_seqs=1") as served:
+    with serving(folder, "--set", "server.grace_s=0.2", code=SLOW) as served:
         wait_for(lambda: ready(served), 60)
         with httpx.stream(
-            "POST",
-            f"{served.url}/v1/completions",
-            json=LONG | {"stream": True, "n": 8},
-            timeout=20,
+            "POST", f"{served.url}/v1/completions", json=LONG | {"stream": True}, timeout=60
         ) as stream:
             parts = stream.iter_bytes()
             data = next(parts)
             served.process.send_signal(signal.SIGTERM)
-            began = time.monotonic()
             data += b"".join(parts)
-        assert time.monotonic() - began < 3
         assert b"shutting down" in data and data.endswith(b"data: [DONE]\n\n")
         code, err = served.end()
     assert code == 0, err

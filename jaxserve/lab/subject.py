@@ -1,0 +1,153 @@
+"""What is simulated: a config in which nothing is left to derive, and what its steps cost."""
+
+import dataclasses
+import statistics
+from pathlib import Path
+from typing import Any
+
+from jaxserve import settings
+from jaxserve.batch.buckets import resolve
+from jaxserve.config import EngineConfig
+from jaxserve.costs import CostModel
+from jaxserve.lab import chip, cost_table, trace
+from jaxserve.lab.trace import Trace
+from jaxserve.preflight import check, describe, target
+from jaxserve.preflight.child import Job
+from jaxserve.runner.memory import GIB
+
+_TABLES = Path(__file__).parent / "tables"
+_WAIT = 3  # in `Step.phases`
+_GZIP = b"\x1f\x8b"
+
+
+@dataclasses.dataclass(frozen=True)
+class Facts:
+    """What a config is resolved with, beside itself."""
+
+    max_len: int  # tokens the model was trained for
+    token_bytes: float  # of KV, on one device
+    pool_gib: float = 0.0  # where the config names neither blocks nor memory; 0: the default
+
+
+@dataclasses.dataclass(frozen=True)
+class Subject:
+    config: EngineConfig  # resolved
+    model: CostModel
+    source: str  # of the costs, for people
+
+
+def resolved(config: EngineConfig, facts: Facts) -> EngineConfig:
+    """Raises ValueError for settings that contradict each other or the model."""
+    cache = config.cache
+    if facts.pool_gib and not (cache.num_blocks or cache.memory_gib):
+        config = dataclasses.replace(
+            config, cache=dataclasses.replace(cache, memory_gib=facts.pool_gib)
+        )
+    block_bytes = max(1, round(facts.token_bytes * cache.block_size))
+    return resolve(config, facts.max_len, block_bytes, single=config.buckets.tokens[:1] == (1,))
+
+
+@dataclasses.dataclass(frozen=True)
+class Costs:
+    """What a file says."""
+
+    model: CostModel
+    source: str  # for people
+    facts: Facts | None  # None: it does not say
+    config: EngineConfig | None  # of the recorded run
+
+
+def shipped_names() -> list[str]:
+    """Tables that come with the package."""
+    return sorted(path.stem for path in _TABLES.glob("*.json"))
+
+
+def shipped(name: str) -> Path:
+    """Raises ValueError for a name that is none of `shipped_names`."""
+    if name not in shipped_names():
+        raise ValueError(f"costs {name!r}: no such file; tables here: {', '.join(shipped_names())}")
+    return _TABLES / f"{name}.json"
+
+
+def read_costs(path: Path) -> Costs:
+    """A trace or a cost table.  Raises ValueError for a file that is neither."""
+    try:
+        with path.open("rb") as file:
+            is_trace = file.read(2) == _GZIP
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read: {error.strerror or error}") from error
+    if is_trace:
+        return of_trace(trace.load(path))
+    table = cost_table.load(path)
+    known = {name: table.facts.get(name) for name in ("max_len", "kv_token_bytes")}
+    facts = None
+    if None not in known.values():
+        pool = table.facts.get("kv_gib", 0.0)
+        facts = Facts(int(known["max_len"] or 0), float(known["kv_token_bytes"] or 0), float(pool))
+    return Costs(table.costs, table.device, facts, None)
+
+
+def of_trace(loaded: Trace) -> Costs:
+    """Of a recorded run.  Where its table has no host time, that of its median step.
+
+    Raises ValueError for a run that ended before costs were measured.
+    """
+    header = loaded.header
+    model, config = header.costs, settings.loads(header.config)
+    if model is None:
+        raise ValueError("the trace has no costs: the run ended before any were measured")
+    if not model.host and loaded.steps:
+        host = [sum(step.phases) - step.phases[_WAIT] for step in loaded.steps]
+        model = dataclasses.replace(model, host=statistics.median(host) / 1e6)
+    tokens = config.cache.num_blocks * config.cache.block_size
+    size = header.facts.get("kv_bytes", 0) / tokens
+    facts = Facts(config.model.max_len, size, tokens * size / GIB)
+    return Costs(model, header.device, facts, config)
+
+
+def on_chip(
+    config: EngineConfig,
+    config_file: Path | None,
+    where: str,
+    *,
+    efficiency: float = 1.0,
+    host_s: float = 0.0,
+) -> Subject:
+    """`config` on a chip of `where` (`h200`, `v5e:2x4`), by its data sheet.
+
+    Raises ValueError for an unknown chip, and for what does not fit it.
+    """
+    wanted = target.parse(where)
+    if not wanted.figures:
+        raise ValueError("nobody knows the figures of a cpu; measure it: jaxserve lab profile")
+    if config.model.dtype == "auto":
+        config = dataclasses.replace(
+            config, model=dataclasses.replace(config.model, dtype="bfloat16")
+        )
+    plan = model_plan(config, config_file)
+    made = resolved(config, _facts(plan, chip.pool_gib(plan, wanted)))
+    model = chip.cost_model(
+        plan | {"token_buckets": list(made.buckets.tokens)},
+        wanted.figures,
+        efficiency=efficiency,
+        host_s=host_s,
+    )
+    return Subject(made, model, f"data sheet of {wanted} at {efficiency:.0%}")
+
+
+def model_plan(config: EngineConfig, config_file: Path | None) -> dict[str, Any]:
+    """Sizes of the model that `config` names, worked out in another process; weights are not read.
+
+    Raises ValueError for a model that is not known.
+    """
+    hf = describe.hf_config(config.model.name, config_file)
+    return check.compile_all(Job("cpu", settings.dump(config), hf, only=[])).plan
+
+
+def facts_of_model(config: EngineConfig, config_file: Path | None) -> Facts:
+    """Of the model that `config` names."""
+    return _facts(model_plan(config, config_file), 0.0)
+
+
+def _facts(plan: dict[str, Any], pool_gib: float) -> Facts:
+    return Facts(plan["max_len"], plan["block_bytes"] / plan["block_size"], pool_gib)
