@@ -167,14 +167,14 @@ def plan(
     `where`.
     """
     platform = sharding.device.platform
-    dtype = default_dtype(platform) if config.model.dtype == "auto" else config.model.dtype
-    config = dataclasses.replace(config, model=dataclasses.replace(config.model, dtype=dtype))
+    config = with_dtypes(config, platform)
+    dtype = config.model.dtype
     asked = config.model.max_len  # what was not asked for is not stretched
     family, stored = registry.configure(hf_config, dtype, max_len=asked, where=where)
     copies = kv_copies(stored.N, stored.K, config.mesh.tensor)
     max_len = stored.longest if asked else stored.max_position
     stored = stored.served(asked or max_len)
-    block_bytes = block_bytes_of(with_kv_copies(stored, copies), config, dtype)
+    block_bytes = block_bytes_of(with_kv_copies(stored, copies), config)
     if pool_gib and not config.cache.memory_gib:
         cache = dataclasses.replace(config.cache, memory_gib=pool_gib)
         config = dataclasses.replace(config, cache=cache)
@@ -188,11 +188,27 @@ def plan(
     return Plan(config, model_config, module, weight_bytes, block_bytes, sharding, copies)
 
 
-def block_bytes_of(model_config: Any, config: EngineConfig, dtype: str) -> int:
+def with_dtypes(config: EngineConfig, platform: str) -> EngineConfig:
+    """What "auto" means on devices of `platform`.
+
+    KV is what decodes read most of.  In bfloat16 it takes half the time and the memory, and beside
+    float32 weights it changes little (`tools/check_quality.py`); but who asks for a float32 model
+    gets float32 throughout.
+    """
+    model, cache = config.model, config.cache
+    if cache.dtype == "auto":
+        kv_dtype = "bfloat16" if model.dtype == "auto" else model.dtype
+        cache = dataclasses.replace(cache, dtype=kv_dtype)
+    if model.dtype == "auto":
+        model = dataclasses.replace(model, dtype=default_dtype(platform))
+    return dataclasses.replace(config, model=model, cache=cache)
+
+
+def block_bytes_of(model_config: Any, config: EngineConfig) -> int:
     """Bytes of a block on one device."""
     c = model_config
     shape = kv_shape(c.kv_layout.depth, 1, config.cache.block_size, c.K // config.mesh.tensor, c.H)
-    return math.prod(shape) * jnp.dtype(dtype).itemsize
+    return math.prod(shape) * jnp.dtype(config.cache.dtype).itemsize
 
 
 def _pool_gib(config: EngineConfig, hf_config: dict[str, Any], sharding: Sharding) -> float:

@@ -45,7 +45,7 @@ class ModelConfig:
 
     # A pinned name (the default, gemma3-270m), a folder, a .gguf file, an Orbax folder, a hub name.
     name: str = "smollm2-135m-instruct"
-    dtype: str = "auto"  # auto | float32 | bfloat16; of weights, activations and KV
+    dtype: str = "auto"  # auto | float32 | bfloat16; of weights and activations
     max_len: int = 0  # tokens of prompt and output together; 0: what the model was trained for
 
     def __post_init__(self) -> None:
@@ -62,12 +62,15 @@ class CacheConfig:
     block_size: int = 32  # tokens a block
     num_blocks: int = 0  # 0: as many as `memory_gib` holds
     memory_gib: float = 0.0  # 0: measured on an accelerator, 2 on the CPU
+    # auto | float32 | bfloat16; auto: bfloat16, unless model.dtype asks for float32
+    dtype: str = "auto"
     prefix_caching: bool = True
 
     def __post_init__(self) -> None:
         _whole("cache.block_size", self.block_size, 1)
         _whole("cache.num_blocks", self.num_blocks, 0)
         _number("cache.memory_gib", self.memory_gib, 0.0, 1e6)
+        _one_of("cache.dtype", self.dtype, DTYPES)
         _flag("cache.prefix_caching", self.prefix_caching)
 
 

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from jaxserve.cli import lab_compare, lab_doctor, lab_simulate, lab_suggest
+from jaxserve.cli import lab_compare, lab_doctor, lab_simulate, lab_suggest, lab_tune
 
-_COMMANDS = (lab_compare, lab_doctor, lab_simulate, lab_suggest)
+_COMMANDS = (lab_compare, lab_doctor, lab_simulate, lab_suggest, lab_tune)
 
 
 def register(subparsers: Any) -> None:

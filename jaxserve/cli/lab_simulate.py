@@ -62,7 +62,12 @@ def add_load_options(parser: argparse.ArgumentParser) -> None:
 def add_cost_options(parser: argparse.ArgumentParser) -> None:
     """What a step takes."""
     group = parser.add_argument_group("costs, one of; those of --trace where none is given")
-    group.add_argument("--costs", metavar="FILE|NAME", help="of a recorded run, or a cost table")
+    group.add_argument(
+        "--costs",
+        metavar="FILE|NAME",
+        help="of a recorded run, a table, or one of those that come with jaxserve by its name: "
+        "a100-llama3-8b, a100x2-codellama-34b",
+    )
     group.add_argument(
         "--chip", metavar="TARGET", help="by the data sheet: h200, a100:2, v5e:2x4, ..."
     )
@@ -147,10 +152,7 @@ def read_subject(args: argparse.Namespace, recorded: "Trace | None") -> "Subject
         return subject.on_chip(
             config, args.config, args.chip, efficiency=args.efficiency, host_s=host_s or 0.0
         )
-    path = args.trace
-    if args.costs is not None:
-        path = Path(args.costs)
-        path = path if path.exists() else subject.shipped(args.costs)
+    path = args.trace if args.costs is None else subject.find(args.costs)
     costs = subject.read_costs(path)
     config = common.read_config(args)
     base = costs.config if recorded is None else settings.loads(recorded.header.config)

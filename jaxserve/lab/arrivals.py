@@ -106,6 +106,15 @@ def generated(  # noqa: PLR0913
     return [Arrival(at, p, o) for at, p, o in rows]
 
 
+def again(known: Sequence[Arrival], count: int, rate: float, seed: int = 0) -> list[Arrival]:
+    """`count` requests like those known, in turn, as a Poisson process of `rate` a second."""
+    times = np.cumsum(np.random.default_rng(seed).exponential(1.0 / rate, count)).tolist()
+    return [
+        dataclasses.replace(known[n % len(known)], at=at - times[0], is_late=False)
+        for n, at in enumerate(times)
+    ]
+
+
 def prompts(arrivals: Sequence[Arrival], vocab: int) -> Iterator[tuple[int, ...]]:
     """Token ids of each: unknown ones differ from those of all others in their first block."""
     filler = tuple(i % vocab for i in range(max((a.prompt for a in arrivals), default=0)))

@@ -21,10 +21,10 @@ def cost_model(
     """`plan`: what preflight's child says of a model; `chip`: an entry of chips.json."""
     model = types.SimpleNamespace(**plan["model"])
     mesh = {"data": plan["data"], "tensor": plan["tensor"]}
-    itemsize = _ITEMSIZE[plan["dtype"]]
+    sizes = {"itemsize": _ITEMSIZE[plan["dtype"]], "kv_itemsize": _ITEMSIZE[plan["kv_dtype"]]}
 
     def seconds(weights: int, tokens: int, rows: int, context: int) -> float:
-        step = {"tokens": tokens, "rows": rows, "context": context, "itemsize": itemsize, **mesh}
+        step = {"tokens": tokens, "rows": rows, "context": context, **sizes, **mesh}
         found = roofline.seconds(roofline.step_load(model, weights, step), chip)
         assert found is not None
         return found / efficiency
@@ -32,7 +32,7 @@ def cost_model(
     tokens, rows = plan["token_buckets"], _rows(plan["max_seqs"])
     peak = chip["bf16_tflops"] * 1e12 * efficiency
     flops_a_pair = 4.0 * model.L * (model.N / mesh["tensor"]) * model.H
-    kv_bytes = 2 * model.L * (model.K / mesh["tensor"]) * model.H * itemsize
+    kv_bytes = 2 * model.L * (model.K / mesh["tensor"]) * model.H * sizes["kv_itemsize"]
     head = 2.0 * model.D * model.V / mesh["tensor"] / peak  # its weights are read in the backbone
     return CostModel(
         tokens=tuple(tokens),

@@ -62,6 +62,12 @@ def shipped_names() -> list[str]:
     return sorted(path.stem for path in _TABLES.glob("*.json"))
 
 
+def find(name: str) -> Path:
+    """A file, or a table that comes with the package.  Raises ValueError when it is neither."""
+    path = Path(name)
+    return path if path.exists() else shipped(name)
+
+
 def shipped(name: str) -> Path:
     """Raises ValueError for a name that is none of `shipped_names`."""
     if name not in shipped_names():

@@ -68,6 +68,7 @@ class Plan:
             "token_budget": config.scheduler.token_budget,
             "token_buckets": list(config.buckets.tokens),
             "dtype": config.model.dtype,
+            "kv_dtype": config.cache.dtype,
             "data": config.mesh.data,
             "tensor": config.mesh.tensor,
             "notes": self.notes,

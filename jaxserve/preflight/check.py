@@ -251,5 +251,7 @@ def advice(result: Result) -> list[str]:
     if scratch_bytes(result) > usable // 10:
         found.append(f"a smaller scheduler.token_budget than {plan['token_budget']}")
     if plan["dtype"] == "float32":
-        found.append("model.dtype=bfloat16: half the weights and half the KV")
+        found.append("model.dtype=bfloat16: half the weights")
+    if plan["kv_dtype"] == "float32":
+        found.append("cache.dtype=bfloat16: half the KV")
     return found or ["a chip with more memory, or a smaller model"]

@@ -34,6 +34,7 @@ def report(result: Result, context: int, max_kv: int | None = None) -> dict[str,
         "checked": _checked(result),
         "mesh": {"data": plan["data"], "tensor": plan["tensor"]},
         "dtype": plan["dtype"],
+        "kv_dtype": plan["kv_dtype"],
         "max_len": plan["max_len"],
         "device": {
             "kind": result.target.figures.get("kind", "cpu"),
@@ -83,6 +84,7 @@ def steps(result: Result, context: int) -> list[dict[str, Any]]:
             "data": plan["data"],
             "tensor": plan["tensor"],
             "itemsize": _ITEMSIZE[plan["dtype"]],
+            "kv_itemsize": _ITEMSIZE[plan["kv_dtype"]],
         }
         load = roofline.step_load(model, plan["weight_bytes"], step)
         seconds = roofline.seconds(load, chip)

@@ -31,7 +31,7 @@ def step_load(model: Any, weights: int, step: dict[str, int]) -> Load:
     kv_heads = c.K / tensor
     windows = getattr(c, "windows", ()) or [None] * c.L
     seen = sum(context if w is None else min(w, context) for w in windows)  # in all layers
-    kv_bytes = int(2 * kv_heads * c.H * seen * rows * itemsize)
+    kv_bytes = int(2 * kv_heads * c.H * seen * rows * step["kv_itemsize"])
     share = -(-tokens // data)  # tokens whose matmuls a device computes
     matmuls = 2.0 * (values - c.V * c.D / tensor - table) * share
     head = 2.0 * c.V * c.D / tensor * rows

@@ -177,7 +177,7 @@ class DeviceStep:
         c = self.model_config
         depth, block_size = self.layout.depth, self.config.cache.block_size
         shape = attention.kv_shape(depth, self.num_blocks, block_size, c.K, c.H)
-        return attention.init_kv(shape, self.config.model.dtype)
+        return attention.init_kv(shape, self.config.cache.dtype)
 
     def abstract_state(self) -> dict[str, Any]:
         c, seats = self.model_config, self.num_seats

@@ -6,7 +6,8 @@ heads is contiguous, so a TPU or GPU kernel fetches it (or one head of it) in on
 is rounded up to a multiple of 64 with zeros: a minor axis of 2 x 96 makes XLA lay the KV out in
 another order on a TPU and copy all of it around every kernel.
 
-Its dtype is that of the model, float32, or one byte: int8, float8_e4m3fn, float8_e5m2.  One-byte
+Its dtype is float32 or bfloat16, that of the queries or not (kernels take only the same), or one
+byte: int8, float8_e4m3fn, float8_e5m2.  One-byte
 KV holds k / kv_scales[layer, head, 0] and v / kv_scales[layer, head, 1]: the scales are
 f32[L, K, 2], constant while anything written with them is in the cache.
 """

@@ -32,6 +32,8 @@ def unsupported(q: Any, kv: Any, block_tables: Any) -> str | None:
     problem = Problem.of(q, kv)
     if problem.head_dim % 64:
         return f"head_dim {problem.head_dim} is no multiple of 64: XLA would copy the whole KV"
+    if kv.dtype.itemsize > 1 and kv.dtype != q.dtype:
+        return f"{q.dtype} queries over {kv.dtype} KV"
     lines = 32 // kv.dtype.itemsize
     if problem.block_size % lines:
         return f"block_size {problem.block_size} is no multiple of {lines}, a tile of {kv.dtype}"

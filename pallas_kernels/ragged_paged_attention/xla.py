@@ -204,10 +204,8 @@ def _tile(  # noqa: PLR0913  a step's arrays, and which tile
 
     def turn(index: jax.Array, state: Softmax) -> Softmax:
         where = jax.lax.dynamic_slice(rows.block_tables, (row, index * blocks), (1, blocks))[0]
-        k = _gather(kv, layer, where, 0)  # [K, span, H]
-        v = _gather(kv, layer, where, width)
-        if kv.dtype.itemsize == 1:  # quantised
-            k, v = k.astype(q.dtype), v.astype(q.dtype)
+        k = _gather(kv, layer, where, 0).astype(q.dtype)  # [K, span, H]
+        v = _gather(kv, layer, where, width).astype(q.dtype)
         positions = index * span + jnp.arange(span)
         seen = positions <= at[:, None]
         if mask.window is not None:

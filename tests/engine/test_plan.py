@@ -60,10 +60,14 @@ def test_the_plan_is_what_runs(folder: Path) -> None:
         assembly.close()
 
 
-def _size(tree: object) -> int:
+def _leaves(tree: object) -> list[Any]:
     import jax
 
-    return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
+    return jax.tree.leaves(tree)
+
+
+def _size(tree: object) -> int:
+    return sum(leaf.nbytes for leaf in _leaves(tree))
 
 
 def test_config_says_what_settings_come_to(folder: Path, capsys, monkeypatch) -> None:
@@ -109,6 +113,51 @@ def test_float32_on_a_cpu_has_programs_of_one_token(
     )
     buckets = build.plan(config, open_checkpoint(folder).hf_config).config.buckets
     assert (buckets.tokens, buckets.rows) == (tokens, rows)
+
+
+@pytest.mark.parametrize(
+    ("model", "cache", "expected"),
+    [
+        ("auto", "auto", ("float32", "bfloat16")),
+        ("float32", "auto", ("float32", "float32")),
+        ("bfloat16", "auto", ("bfloat16", "bfloat16")),
+        ("auto", "float32", ("float32", "float32")),
+        ("bfloat16", "float32", ("bfloat16", "float32")),
+    ],
+)
+def test_what_auto_types_mean_on_a_cpu_without_bfloat16(
+    folder: Path, monkeypatch, model: str, cache: str, expected: tuple[str, str]
+) -> None:
+    monkeypatch.setattr(build, "default_dtype", lambda platform: "float32")
+    config = EngineConfig(
+        model=ModelConfig(name=str(folder), dtype=model), cache=CacheConfig(dtype=cache)
+    )
+    made = build.plan(config, open_checkpoint(folder).hf_config)
+    assert (made.config.model.dtype, made.config.cache.dtype) == expected
+    exact = dataclasses.replace(config, cache=CacheConfig(dtype="float32"))
+    whole = build.plan(exact, open_checkpoint(folder).hf_config)
+    share = 1 if expected[1] == "float32" else 2
+    assert whole.block_bytes == share * made.block_bytes
+
+
+def test_float32_weights_serve_over_bfloat16_kv(folder: Path) -> None:
+    """Through every bucket alike, and the KV has the type it was given."""
+    config = EngineConfig(
+        model=ModelConfig(name=str(folder), dtype="float32"),
+        cache=CacheConfig(num_blocks=40, dtype="bfloat16"),
+        scheduler=SchedulerConfig(token_budget=8, max_seqs=2),
+        runner=RunnerConfig(prove=True, compile_cache="off"),
+    )
+    assembly = build.assemble(config)
+    try:
+        runner = assembly.runner
+        assert {leaf.dtype.name for leaf in _leaves(runner.state.kv)} == {"bfloat16"}
+        assert runner.state.hidden.dtype.name == "float32"
+        assert _size(runner.state.kv) == 40 * build.block_bytes_of(
+            runner.step.model_config, runner.config
+        )
+    finally:
+        assembly.close()
 
 
 @pytest.mark.parametrize(

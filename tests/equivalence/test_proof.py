@@ -67,6 +67,35 @@ def reads_one_slot_too_far(shapes):
     return wrap
 
 
+def mixes_rows(shapes):
+    """The second row of a step reads the blocks of the first."""
+
+    def wrap(compiled):
+        def run(weights, kv, hidden, last_tokens, packed):
+            packed = packed.copy()
+            x = unpack(packed, shapes)
+            if x.kv_lens[1] > 0:
+                x.block_tables[1] = x.block_tables[0]
+            return compiled(weights, kv, hidden, last_tokens, packed)
+
+        return run
+
+    return wrap
+
+
+def test_two_requests_share_a_step_however_small_the_smallest_bucket(make_rig):
+    runner = make_rig("gqa_9_3", budgets=(1, 16)).runner
+    assert warmup.prove(runner) < 1e-3
+    program = runner.manifest.get("backbone", 16)
+    good = program.compiled
+    program.compiled = mixes_rows(runner.step.shapes(16))(good)
+    try:
+        with pytest.raises(warmup.ProofError, match=r"backbone\[16\]"):
+            warmup.prove(runner)
+    finally:
+        program.compiled = good
+
+
 @pytest.mark.parametrize("fault", ["hidden", "padding", "context"])
 def test_a_wrong_program_does_not_serve(runner, fault):
     bucket = runner.manifest.buckets("backbone")[-1]

@@ -29,10 +29,10 @@ def attention(q, kv, tables, starts, lens, num_decodes, **options):
     return api.ragged_paged_attention(q, kv, layer, tables, starts, lens, num_decodes, **options)
 
 
-def run(case: Case, inputs: Inputs, dtype: str = "float32") -> np.ndarray:
+def run(case: Case, inputs: Inputs, dtype: str = "float32", kv_dtype: str = "") -> np.ndarray:
     """Output of the program in float32."""
     blocks, block_size, kv_heads, width = inputs.k.shape
-    kv = api.init_kv(api.kv_shape(3, blocks, block_size, kv_heads, width), dtype)
+    kv = api.init_kv(api.kv_shape(3, blocks, block_size, kv_heads, width), kv_dtype or dtype)
     both = api.side_by_side(jnp.asarray(inputs.k), jnp.asarray(inputs.v)).transpose(0, 2, 1, 3)
     kv = jnp.full_like(kv, jnp.nan).at[harness.LAYER].set(both.astype(kv.dtype))
     out = attention(
@@ -56,6 +56,14 @@ def test_b07_equals_the_reference(case, dtype):
     np.testing.assert_allclose(
         run(case, inputs, dtype), want(case, inputs, dtype), rtol=0, atol=TOLERANCE[dtype]
     )
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_float32_over_bfloat16_kv_rounds_nothing_but_the_kv(case):
+    inputs = make_inputs(case, at_least=shape_for(case))
+    got = run(case, inputs, kv_dtype="bfloat16")
+    expected = harness.want(case, inputs, "float32", "bfloat16")
+    np.testing.assert_allclose(got, expected, rtol=0, atol=TOLERANCE["float32"])
 
 
 SMALL = [case for case in CASES if sum(count for count, _ in case.rows) < 60 and not case.window]
@@ -179,10 +187,12 @@ def test_one_byte_kv_without_scales_is_refused():
         ("gpu", "float32", 16, "no wgmma"),
         ("gpu", "bfloat16", 24, "block_size 24"),
         ("tpu", "bfloat16", 2**16, "VMEM"),
+        ("tpu", "float32", 16, "float32 queries over bfloat16 KV"),
     ],
 )
 def test_a_named_kernel_says_why_it_cannot(name, dtype, block_size, reason):
     q = jax.ShapeDtypeStruct((8, 4, 64), dtype)
+    dtype = "bfloat16" if "bfloat16 KV" in reason else dtype
     kv = jax.ShapeDtypeStruct(api.kv_shape(2, 4, block_size, 2, 64), dtype)
     i = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)  # noqa: E731
     call = functools.partial(api.ragged_paged_attention, block_size=block_size, implementation=name)

@@ -129,6 +129,7 @@ PLAN = {
     "max_seqs": 64,
     "token_budget": 512,
     "dtype": "bfloat16",
+    "kv_dtype": "bfloat16",
     "data": 1,
     "tensor": 8,
     "notes": [],
@@ -190,7 +191,8 @@ def test_the_largest_of_each_kind():
 
 
 MODEL = types.SimpleNamespace(L=32, D=4096, F=14336, N=32, K=8, H=128, V=128256, tie=False)
-STEP = {"tokens": 1, "rows": 1, "context": 1, "data": 1, "tensor": 1, "itemsize": 2}
+STEP = {"tokens": 1, "rows": 1, "context": 1, "data": 1, "tensor": 1}
+STEP |= {"itemsize": 2, "kv_itemsize": 2}
 
 
 def test_a_decode_of_one_row_takes_as_long_as_reading_the_weights():
@@ -200,6 +202,14 @@ def test_a_decode_of_one_row_takes_as_long_as_reading_the_weights():
     seconds = roofline.seconds(load, chips()["v5e"])
     assert seconds == pytest.approx((weights - 2 * 128256 * 4096) / 819e9, rel=1e-3)
     assert load.flops == pytest.approx(2 * (8_030_261_248 - 128256 * 4096), rel=1e-3)
+
+
+def test_kv_is_read_in_its_own_type():
+    step = STEP | {"context": 1000}
+    half = roofline.step_load(MODEL, 1 << 30, step)
+    whole = roofline.step_load(MODEL, 1 << 30, step | {"kv_itemsize": 4})
+    assert whole.kv_bytes == 2 * half.kv_bytes == 4 * 2 * 32 * 8 * 128 * 1000
+    assert whole.weight_bytes == half.weight_bytes
 
 
 def test_a_large_prefill_is_bound_by_arithmetic_and_chips_share_it():
