@@ -1,11 +1,13 @@
 """The only place that assembles: a config becomes weights, runner and engine."""
 
 import dataclasses
+import hashlib
 import math
 import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +15,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+import jaxserve
 from jaxserve import sources
 from jaxserve.batch.buckets import resolve
 from jaxserve.config import EngineConfig
+from jaxserve.costs import CostModel
 from jaxserve.engine import Engine, ModelLimits
+from jaxserve.lab import cost_table
 from jaxserve.metrics import StepRecord
 from jaxserve.runner import allocator, compile_cache, compile_watch, memory, warmup
 from jaxserve.runner.device_step import DeviceStep
@@ -44,6 +49,8 @@ class Assembly:
     tokenizer: Tokenizer
     config: EngineConfig  # resolved: nothing is left to derive
     startup: dict[str, float]  # seconds of each part of the start; parts may overlap
+    cost_facts: dict[str, Any]  # all that step times depend on
+    cost_file: Path | None  # where `lab profile` keeps the costs of these facts; None: nowhere
 
     def close(self) -> None:
         self.runner.close()
@@ -72,7 +79,7 @@ def _assemble(
     config: EngineConfig, on_step: Callable[[StepRecord], None] | None, log: Log
 ) -> Assembly:
     timer = _Timer()
-    compile_cache.enable(config.runner.compile_cache, lambda line: log(f"warning: {line}"))
+    cache = compile_cache.enable(config.runner.compile_cache, lambda line: log(f"warning: {line}"))
     if jax.default_backend() == "cpu":
         allocator.keep_scratch()
     path = sources.resolve(config.model.name)
@@ -106,9 +113,42 @@ def _assemble(
     timer.mark("warm_up")
     limits = ModelLimits(vocab_size, tokenizer.eos_ids, made.model_config.kv_layout.windows)
     engine = Engine(config, runner, limits, on_step=on_step)
+    facts = cost_facts(made)
+    file = None if cache is None else cache.parent / "costs" / cost_table.file_name(facts)
     if runner.agreement is None:  # each process measures its own: they would schedule differently
-        engine.set_costs(runner.costs())
-    return Assembly(engine, runner, tokenizer, config, timer.parts)
+        engine.set_costs(stored_costs(file, log) or runner.costs())
+    return Assembly(engine, runner, tokenizer, config, timer.parts, facts, file)
+
+
+def cost_facts(made: "Plan") -> dict[str, Any]:
+    """All that the times of steps depend on; where two starts agree in it, so do their times."""
+    config, device = made.config, made.sharding.device
+    c = made.model_config
+    return {
+        "architecture": hashlib.blake2b(repr(c).encode(), digest_size=12).hexdigest(),
+        "device": f"{jax.device_count()} x {device.platform} {device.device_kind}",
+        "cores": os.cpu_count() if device.platform == "cpu" else None,
+        "dtype": config.model.dtype,
+        "versions": [jaxserve.__version__, jax.__version__, metadata.version("jaxlib")],
+        "mesh": dataclasses.astuple(config.mesh),
+        "buckets": [config.buckets.tokens, config.buckets.rows],
+        "sampling": [config.sampling.random, config.sampling.penalties],
+        "programs": [config.runner.kernels, config.runner.layers, config.runner.deterministic],
+        "shapes": [config.scheduler.max_seqs, config.model.max_len, config.cache.block_size],
+    }
+
+
+def stored_costs(file: Path | None, log: Log) -> CostModel | None:
+    """Costs that `lab profile` has measured for this very start; None where it has not."""
+    if file is None or not file.exists():
+        return None
+    try:
+        table = cost_table.load(file)
+    except cost_table.CostTableError as error:
+        log(f"warning: {error}; using the costs of the warm-up")
+        return None
+    log(f"costs from {file} ({table.source})")
+    return table.costs
 
 
 def with_kernels(config: EngineConfig, sharding: Sharding, log: Log) -> EngineConfig:

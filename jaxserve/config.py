@@ -8,13 +8,15 @@ new config in which nothing is left to derive.  Every section raises ValueError 
 import dataclasses
 import math
 import re
+from collections.abc import Mapping
 from typing import cast
 
-MODES = ("dynamic", "fixed")
+MODES = ("dynamic", "fixed", "time")
 POLICIES = ("fcfs", "priority", "round_robin", "shortest_first")
 KERNELS = ("auto", "xla")
 DTYPES = ("auto", "float32", "bfloat16")
 LAYERS = ("auto", "loop", "calls")
+_CLASS = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _PREFIX = re.compile(r"([A-Za-z_:][A-Za-z0-9_:]{0,63})?")
 
 
@@ -78,11 +80,12 @@ class CacheConfig:
 class SchedulerConfig:
     """What runs in the next step."""
 
-    mode: str = "dynamic"  # dynamic | fixed
+    mode: str = "dynamic"  # dynamic | fixed | time: as large as the deadlines of [slo] allow
     token_budget: int = 512  # most tokens in a step; the largest token bucket
     chunk_size: int = 256  # mode fixed: tokens of every chunk but a prompt's last
     max_seqs: int = 64  # most requests with KV at one time; at most token_budget
-    # fcfs | priority | round_robin | shortest_first.  In mode fixed one prompt prefills at a time:
+    # fcfs | priority | round_robin | shortest_first.  In mode time fcfs means: by deadline of the
+    # first token.  In mode fixed one prompt prefills at a time:
     # with fcfs a short one waits for all chunks of those before it, at most `aging_steps` steps.
     policy: str = "fcfs"
     aging_steps: int = 256  # passed over for this many steps, a request goes first in any policy
@@ -229,6 +232,49 @@ class ServerConfig:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class SloClass:
+    """What requests of a class are promised: token j of the output (from 0) is due `ttft_ms` +
+    j * `tpot_ms` after the request arrived.  0: no promise."""
+
+    ttft_ms: float = 0.0
+    tpot_ms: float = 0.0
+
+    def __post_init__(self) -> None:
+        _number("ttft_ms", self.ttft_ms, 0.0, 1e9)
+        _number("tpot_ms", self.tpot_ms, 0.0, 1e9)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SloConfig:
+    """Deadlines, which scheduler.mode = "time" keeps."""
+
+    ttft_ms: float = 0.0  # of requests that name no class
+    tpot_ms: float = 0.0
+    # Name -> class, which a request chooses with its `slo_class`.
+    classes: Mapping[str, SloClass] = dataclasses.field(default_factory=dict[str, SloClass])
+    margin: float = 0.1  # of each deadline's distance, kept for what predictions miss
+
+    def __post_init__(self) -> None:
+        for name in ("ttft_ms", "tpot_ms"):
+            _number(f"slo.{name}", getattr(self, name), 0.0, 1e9)
+        for name in self.classes:
+            if not _CLASS.fullmatch(name):
+                raise ValueError(
+                    f"slo.classes: {name!r} must be 1 to 64 letters, digits, _, - and ."
+                )
+        _number("slo.margin", self.margin, 0.0, 0.9)
+
+    def of(self, name: str) -> SloClass:
+        """The class of that name, "" for that of requests that name none.  Raises ValueError."""
+        if not name:
+            return SloClass(self.ttft_ms, self.tpot_ms)
+        if name not in self.classes:
+            known = ", ".join(self.classes) or "none"
+            raise ValueError(f"slo_class={name!r} is not one of [slo.classes] ({known})")
+        return self.classes[name]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class EngineConfig:
     """Everything; one section a part of the engine."""
 
@@ -240,6 +286,7 @@ class EngineConfig:
     runner: RunnerConfig = RunnerConfig()
     mesh: MeshConfig = MeshConfig()
     server: ServerConfig = ServerConfig()
+    slo: SloConfig = SloConfig()
 
     @property
     def max_chunk(self) -> int:

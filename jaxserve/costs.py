@@ -2,12 +2,15 @@
 
     seconds = program[T] + sampling[kind][R] + a * rows + b * sum(contexts)
               + c * chunks + d * sum(query-key pairs of the chunks)
+              + e * turns + f * filled-up pairs
 
 T and R are buckets, so the first two are constants of a program; a row of one token reads its whole
 context (b), and a chunk of n tokens after p computed ones has n * p + n * (n + 1) / 2 query-key
 pairs (d).  The form is that of the batch time models of Vidur (arXiv 2405.05465, section 4.3) and
 FairBatching (arXiv 2510.14392), with their linear term in tokens replaced by one constant a
-compiled shape.  `jaxserve.lab` measures and fits it; a warm-up alone gives the constants.
+compiled shape.  The last two are for a back end that works in whole pieces: rows in groups that
+walk as far as their longest, chunks in tiles (`turns`, `tile_pairs`); where it does not, they are
+fitted as 0.  `jaxserve.lab` measures and fits it; a warm-up alone gives the constants.
 """
 
 import bisect
@@ -16,6 +19,14 @@ import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int32]
+# How attention in plain XLA works (`pallas_kernels.ragged_paged_attention.xla`): rows of one token
+# in groups, positions in turns, chunks in tiles of queries with a turn of their own.
+GROUP, SPAN = 16, 128
+TILES = ((256, 256), (64, 128))
 MAX_CORRECTION = math.log(4.0)  # of the logarithm of a prediction, either way
 _OUTLIER = 0.25  # a surprise counts as at most this (in logarithms): a pause is not a trend
 _COMMON_RATE, _BUCKET_RATE = 0.02, 0.05
@@ -32,6 +43,51 @@ class StepShape(NamedTuple):
     single_context: int  # sum of their contexts, the token itself included
     chunks: int  # rows with more tokens
     chunk_pairs: int  # sum of their query-key pairs, see `pairs`
+    single_turns: int = 0  # of `turns`
+    tile_pairs: int = 0  # query-key pairs with tiles and turns filled up, see `tiles`
+
+    def with_singles(self, contexts: Ints) -> "StepShape":
+        """With rows of one token more; `contexts` i32[rows]."""
+        return self._replace(
+            tokens=self.tokens + len(contexts),
+            singles=self.singles + len(contexts),
+            single_context=self.single_context + int(contexts.sum()),
+            single_turns=self.single_turns + turns(contexts),
+        )
+
+    def with_chunk(self, start: int, num_tokens: int) -> "StepShape":
+        """With a row of `num_tokens` tokens more, after `start` computed ones."""
+        if num_tokens == 1:
+            return self.with_singles(np.array([start + 1], np.int32))
+        return self._replace(
+            tokens=self.tokens + num_tokens,
+            chunks=self.chunks + 1,
+            chunk_pairs=self.chunk_pairs + pairs(start, num_tokens),
+            tile_pairs=self.tile_pairs + tile_pairs(start, num_tokens),
+        )
+
+
+NO_STEP = StepShape(0, 0, 0, "none", 0, 0, 0, 0)
+
+
+def turns(contexts: Ints) -> int:
+    """Turns of `SPAN` positions that groups of `GROUP` rows take together, longest first: every row
+    of a group walks as far as its longest."""
+    longest = -np.sort(-contexts)[::GROUP]
+    return int((-(-longest // SPAN)).sum())
+
+
+def tile_pairs(start: int, num_tokens: int) -> int:
+    """Query-key pairs of a chunk in whole tiles and turns: (queries of a tile, positions a turn)
+    are `TILES`."""
+    (large, wide), (small, narrow) = TILES
+    many = (num_tokens + large // 4) // large
+    few = -(-max(0, num_tokens - many * large) // small)
+    total, end, last = 0, start, start + num_tokens
+    for size, span in [(large, wide)] * many + [(small, narrow)] * few:
+        end += size
+        total += size * -(-min(end, last) // span) * span
+    return total
 
 
 def pairs(start: int, num_tokens: int) -> int:
@@ -57,6 +113,8 @@ class CostModel:
     single_context: float = 0.0  # a token of its context
     chunk: float = 0.0  # a row of more tokens
     chunk_pair: float = 0.0
+    single_turn: float = 0.0  # a turn of a group of such rows
+    tile_pair: float = 0.0  # a query-key pair of a filled-up tile
     host: float = 0.0  # host time of a step, beside the device's
     host_row: float = 0.0  # and of each of its rows
 
@@ -71,8 +129,8 @@ class CostModel:
             if len(sizes) != len(seconds):
                 raise ValueError(f"{name} has {len(seconds)} costs for {len(sizes)} buckets")
         numbers = [x for _, seconds in lists.values() for x in seconds]
-        numbers += [self.single, self.single_context, self.chunk, self.chunk_pair]
-        numbers += [self.host, self.host_row]
+        numbers += [self.single, self.single_context, self.single_turn]
+        numbers += [self.chunk, self.chunk_pair, self.tile_pair, self.host, self.host_row]
         if not all(0.0 <= x < math.inf for x in numbers) or not all(x > 0 for x in self.program):
             raise ValueError("costs must be finite seconds, of programs above 0")
 
@@ -95,6 +153,8 @@ class CostModel:
             + self.single_context * shape.single_context
             + self.chunk * shape.chunks
             + self.chunk_pair * shape.chunk_pairs
+            + self.single_turn * shape.single_turns
+            + self.tile_pair * shape.tile_pairs
         )
 
     def predict(self, shape: StepShape) -> float:

@@ -10,12 +10,14 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+import numpy as np
+
 from jaxserve.batch.builder import BatchBuilder
 from jaxserve.batch.flight import Flight
 from jaxserve.batch.logprobs import PromptScores, attach, scored_targets
 from jaxserve.batch.step import Batch, StepResult
 from jaxserve.config import EngineConfig
-from jaxserve.costs import CostModel, OnlineCosts, StepShape, pairs
+from jaxserve.costs import NO_STEP, CostModel, OnlineCosts, StepShape
 from jaxserve.kv.manager import KVManager
 from jaxserve.metrics import StepRecord, Totals
 from jaxserve.request import Output, Request, SamplingParams, Status
@@ -101,6 +103,7 @@ class Engine:
         self._number = 0
         self._costs: OnlineCosts | None = None
         self._follow = False
+        self._busy_until = 0.0  # when the device should have done all that was dispatched
 
     @property
     def has_work(self) -> bool:
@@ -160,6 +163,7 @@ class Engine:
         now = self._clock()
         for request in requests:
             request.priority, request.salt, request.arrival = priority, salt, now
+            request.anchor = now + request.ttft_s
         leaders = 1 if self.config.cache.prefix_caching else sampling.n
         for request in requests[:leaders]:
             self.scheduler.add(request)
@@ -202,7 +206,8 @@ class Engine:
         """Plans, builds and dispatches a step; None when there is nothing to run."""
         began, planned_at = time.perf_counter(), self._clock()
         waiting, running = self.num_waiting, self.num_running
-        plan = self.scheduler.schedule()
+        begin = max(planned_at, self._busy_until)
+        plan = self.scheduler.schedule(begin)
         scheduled = time.perf_counter()
         for request in plan.preempted:
             self._prompts.drop(request)
@@ -213,8 +218,9 @@ class Engine:
         query_tokens = self._note_prefills(plan)
         targets = [(c, scored_targets(c)) for c in plan.chunks] if len(self._prompts) else []
         batch = self._builder.build(plan)
-        shape = _shape(plan, batch)
+        shape = shape_of(plan, batch)
         predicted = None if self._costs is None else self._costs.predict(shape)
+        self._busy_until = begin + (predicted or 0.0)
         built = time.perf_counter()
         handle = self._runner.dispatch(batch)
         return Flight(
@@ -253,6 +259,8 @@ class Engine:
         result = self._runner.result(flight.handle)
         arrived, landed_at = time.perf_counter(), self._clock()
         plan, batch = flight.plan, flight.batch
+        behind = self._flight.predicted_s if self._flight is not None else None
+        self._busy_until = landed_at + (behind or 0.0)
         if flight.targets:
             self._prompts.collect(flight.targets, result.scores)
         count = batch.num_samples
@@ -306,26 +314,15 @@ class Engine:
         return outputs
 
 
-def _shape(plan: Plan, batch: Batch) -> StepShape:
+def shape_of(plan: Plan, batch: Batch) -> StepShape:
     """What the step's time depends on."""
-    context = int(plan.decodes.starts.sum()) + plan.decode_tokens
-    chunks, chunk_pairs = 0, 0
+    ones = [chunk.start + 1 for chunk in plan.chunks if chunk.num_tokens == 1]
+    contexts = np.concatenate([plan.decodes.starts + 1, np.array(ones, np.int32)])
+    shape = NO_STEP.with_singles(contexts)
     for chunk in plan.chunks:
-        if chunk.num_tokens == 1:
-            context += chunk.start + 1
-        else:
-            chunks += 1
-            chunk_pairs += pairs(chunk.start, chunk.num_tokens)
-    return StepShape(
-        bucket=plan.bucket,
-        tokens=plan.num_tokens,
-        rows=batch.row_bucket,
-        sampler=batch.sampler,
-        singles=plan.num_singles,
-        single_context=context,
-        chunks=chunks,
-        chunk_pairs=chunk_pairs,
-    )
+        if chunk.num_tokens > 1:
+            shape = shape.with_chunk(chunk.start, chunk.num_tokens)
+    return shape._replace(bucket=plan.bucket, rows=batch.row_bucket, sampler=batch.sampler)
 
 
 def _record(  # noqa: PLR0913

@@ -16,13 +16,14 @@ MAX_SAMPLES = 64  # n
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 1024  # characters of one stop string
 MAX_BIAS_VALUE = 100.0  # logit_bias values lie in [-100, 100]
+MAX_CLASS = 64  # characters of slo_class
 MAX_INT = 2**31 - 1
 GREEDY_TEMPERATURE = 1e-4  # anything below is greedy
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How the tokens of one request are drawn and when it ends.
+    """How the tokens of one request are drawn, when it ends, and by when they are due.
 
     `seed=None` takes one from the engine's base seed and the request's number.  Logprobs describe
     the raw model distribution (log-softmax in float32), whatever the other options say.  `top_k`
@@ -48,8 +49,11 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     n: int = 1
     seed: int | None = None
+    slo_class: str = ""  # of [slo.classes] in the settings: by when its tokens are due
 
     def __post_init__(self) -> None:
+        if type(self.slo_class) is not str or len(self.slo_class) > MAX_CLASS:
+            raise ValueError(f"slo_class must be a name of at most {MAX_CLASS} characters")
         _check_int("max_tokens", self.max_tokens, 0, MAX_INT)
         _check_float("temperature", self.temperature, 0.0, math.inf)
         _check_int("top_k", self.top_k, -1, MAX_INT)
@@ -157,6 +161,9 @@ class Request:
     priority: int = 0  # lower runs first
     salt: str = ""  # prefix blocks are shared only between equal salts
     arrival: float = 0.0  # seconds, the engine's clock
+    ttft_s: float = math.inf  # its first token is due so long after its arrival
+    tpot_s: float = math.inf  # and each that follows so long after the one before was due
+    anchor: float = math.inf  # when the first is due; without such a promise, when it came
     status: Status = Status.WAITING
     epoch: int = 0  # grows at preemption; a result of an older epoch is ignored
     num_cached: int = 0  # prompt tokens that a prefix hit saved at first admission
@@ -198,6 +205,12 @@ class Request:
     def max_kv(self) -> int:
         """Most tokens that will ever have KV: the last sampled token needs none."""
         return max(self.num_prompt, self.max_total - 1)
+
+    @property
+    def due(self) -> float:
+        """When its next unknown token is due; seconds, the engine's clock."""
+        done = self.num_tokens - self.num_prompt
+        return self.anchor + (done * self.tpot_s if done else 0.0)
 
     @property
     def output(self) -> list[int]:

@@ -148,15 +148,23 @@ def _merge_section(name: str, current: Any, table: Mapping[str, Any], where: str
 
 
 def _convert(value: Any, hint: Any, where: str) -> Any:
+    if typing.get_origin(hint) is Mapping and isinstance(value, Mapping):
+        known = {field.name for field in dataclasses.fields(typing.get_args(hint)[1])}
+        for name, table in value.items():
+            for key in set(table if isinstance(table, Mapping) else ()) - known:
+                raise SettingsError(f"{where}: {name} has no key {key!r}; it has {sorted(known)}")
     try:
         return msgspec.convert(value, type=hint, strict=True)
     except msgspec.ValidationError as error:
-        raise SettingsError(f"{where} = {value!r} is not {_describe(hint)}") from error
+        why = f" ({error})" if isinstance(value, Mapping) else ""
+        raise SettingsError(f"{where} = {value!r} is not {_describe(hint)}{why}") from error
 
 
 def _describe(hint: Any) -> str:
     if typing.get_origin(hint) is tuple:
         return "a list of whole numbers"
+    if typing.get_origin(hint) is Mapping:
+        return "a table of names, each with ttft_ms and tpot_ms"
     return _WORDS[hint]
 
 
@@ -188,4 +196,11 @@ def _toml(value: Any) -> str:
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, tuple):
         return f"[{', '.join(map(_toml, value))}]"
+    if dataclasses.is_dataclass(value):
+        return _toml(
+            {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        )
+    if isinstance(value, Mapping):
+        entries = ", ".join(f"{json.dumps(key)} = {_toml(one)}" for key, one in value.items())
+        return f"{{{entries}}}"
     return repr(value)

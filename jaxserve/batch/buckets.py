@@ -107,6 +107,11 @@ def _resolve_rules(config: EngineConfig, max_len: int) -> SchedulerConfig:
     chunk_size = min(rules.chunk_size, rules.token_budget)
     max_seqs = min(rules.max_seqs, rules.token_budget)
     if config.runner.deterministic:
+        if rules.mode == "time":
+            raise ValueError(
+                "scheduler.mode=time cuts steps by what they take, and runner.deterministic pins "
+                "them; turn one of the two off"
+            )
         chunk_size -= chunk_size % block_size  # so that a cached chunk is made of whole blocks
         if not chunk_size or max_seqs - 1 + chunk_size > rules.token_budget:
             raise ValueError(

@@ -64,6 +64,7 @@ def register(subparsers: Any) -> None:
     recording.add_options(parser)
     common.add_sampling_options(parser)
     common.add_engine_options(parser)
+    common.add_deadline_options(parser)
     parser.set_defaults(func=run)
 
 

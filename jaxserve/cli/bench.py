@@ -31,8 +31,12 @@ def register(subparsers: Any) -> None:
     )
     parser.add_argument("--workload", type=Path, required=True, metavar="FILE")
     parser.add_argument("--repeat", type=int, default=1, metavar="N", help="measured runs")
-    parser.add_argument("--slo-ttft-ms", type=float, metavar="MS", help="limit for goodput")
-    parser.add_argument("--slo-tpot-ms", type=float, metavar="MS", help="limit for goodput")
+    parser.add_argument(
+        "--slo-ttft-ms", type=float, metavar="MS", help="limit for goodput; default: [slo]"
+    )
+    parser.add_argument(
+        "--slo-tpot-ms", type=float, metavar="MS", help="limit for goodput; default: [slo]"
+    )
     parser.add_argument("--prefix-caching", action="store_true", help="keep the prefix cache on")
     parser.add_argument(
         "--save-outputs", type=Path, metavar="FILE", help="token ids of the last run, as JSON"
@@ -40,6 +44,7 @@ def register(subparsers: Any) -> None:
     parser.add_argument("--json", action="store_true", help="print one object a run")
     recording.add_options(parser)
     common.add_engine_options(parser)
+    common.add_deadline_options(parser)
     parser.set_defaults(func=run)
 
 
@@ -103,7 +108,11 @@ def _measure(
             report = {
                 **_heading(assembly, args.workload, startup),
                 **latency_figures(Sizes.of(items), result),
-                "goodput": goodput(result, args.slo_ttft_ms, args.slo_tpot_ms),
+                "goodput": goodput(
+                    result,
+                    args.slo_ttft_ms or assembly.config.slo.ttft_ms or None,
+                    args.slo_tpot_ms or assembly.config.slo.tpot_ms or None,
+                ),
                 **step_figures(records, result),
                 **_device(assembly),
             }

@@ -52,6 +52,20 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--verbose", action="store_true", help="say on stderr what is going on")
 
 
+def add_deadline_options(parser: argparse.ArgumentParser) -> None:
+    """--ttft-slo and --tpot-slo."""
+    group = parser.add_argument_group("deadlines, which turn scheduler.mode to time")
+    for name, what in (("ttft", "the first token"), ("tpot", "each token after the first")):
+        group.add_argument(
+            f"--{name}-slo",
+            dest=f"{name}_due",
+            action="append",
+            default=[],
+            metavar="[CLASS=]MS",
+            help=f"when {what} is due, for requests whose slo_class is CLASS, or that name none",
+        )
+
+
 def add_sampling_options(parser: argparse.ArgumentParser) -> None:
     """How tokens are drawn; what is not given keeps the default of SamplingParams."""
     group = parser.add_argument_group("sampling")
@@ -75,6 +89,8 @@ def read_config(args: argparse.Namespace) -> "EngineConfig":
 
     try:
         config = settings.read(args.config, args.set)
+        if hasattr(args, "ttft_due"):
+            config = _with_deadlines(config, args)
     except settings.SettingsError as error:
         raise UsageError(str(error)) from error
     if args.model is None:
@@ -82,6 +98,31 @@ def read_config(args: argparse.Namespace) -> "EngineConfig":
     if not args.model:
         raise UsageError("--model needs a name or a path")
     return dataclasses.replace(config, model=dataclasses.replace(config.model, name=args.model))
+
+
+def _with_deadlines(config: "EngineConfig", args: argparse.Namespace) -> "EngineConfig":
+    """--ttft-slo and --tpot-slo over the settings.  Raises SettingsError."""
+    from jaxserve import settings
+    from jaxserve.config import SloClass
+
+    for name in ("ttft", "tpot"):
+        for text in getattr(args, f"{name}_due"):
+            where = f"--{name}-slo {text}"
+            key, _, raw = text.rpartition("=")
+            try:
+                milliseconds = float(raw)
+            except ValueError:
+                raise settings.SettingsError(f"{where}: write it as [CLASS=]MS") from None
+            values: dict[str, Any] = {f"{name}_ms": milliseconds}
+            if key:
+                old = config.slo.classes.get(key, SloClass())
+                merged = {"ttft_ms": old.ttft_ms, "tpot_ms": old.tpot_ms} | values
+                values = {"classes": {**config.slo.classes, key: merged}}
+            config = settings.merge(config, {"slo": values}, where)
+    chosen = any(text.partition("=")[0].strip() == "scheduler.mode" for text in args.set)
+    if (args.ttft_due or args.tpot_due) and not chosen:
+        config = settings.merge(config, {"scheduler": {"mode": "time"}}, "--tpot-slo")
+    return config
 
 
 def read_sampling(args: argparse.Namespace, **more: Any) -> "SamplingParams":

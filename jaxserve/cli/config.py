@@ -29,6 +29,7 @@ def register(subparsers: Any) -> None:
         allow_abbrev=False,
     )
     common.add_engine_options(parser)
+    common.add_deadline_options(parser)
     parser.set_defaults(func=run)
 
 

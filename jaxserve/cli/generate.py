@@ -33,6 +33,7 @@ def register(subparsers: Any) -> None:
     parser.add_argument("--json", action="store_true", help="print one object at the end")
     common.add_sampling_options(parser)
     common.add_engine_options(parser)
+    common.add_deadline_options(parser)
     parser.set_defaults(func=run)
 
 

@@ -2,9 +2,16 @@
 
 from typing import Any
 
-from jaxserve.cli import lab_compare, lab_doctor, lab_simulate, lab_suggest, lab_tune
+from jaxserve.cli import (
+    lab_compare,
+    lab_doctor,
+    lab_profile,
+    lab_simulate,
+    lab_suggest,
+    lab_tune,
+)
 
-_COMMANDS = (lab_compare, lab_doctor, lab_simulate, lab_suggest, lab_tune)
+_COMMANDS = (lab_compare, lab_doctor, lab_profile, lab_simulate, lab_suggest, lab_tune)
 
 
 def register(subparsers: Any) -> None:

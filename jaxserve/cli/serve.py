@@ -59,6 +59,7 @@ def register(subparsers: Any) -> None:
         help="offer /v1/files and /v1/batches, kept in FOLDER; batches go on after a restart",
     )
     common.add_engine_options(parser)
+    common.add_deadline_options(parser)
     parser.set_defaults(func=run)
 
 

@@ -17,12 +17,12 @@ class Unmixed(Scheduler):
 
     _prefills_now = False
 
-    def schedule(self) -> Plan:
+    def schedule(self, begin: float = 0.0) -> Plan:
         self._prefills_now = self._next_is_prefill()
-        plan = super().schedule()
+        plan = super().schedule(begin)
         if not plan.num_tokens:  # nobody fits, or nobody decodes
             self._prefills_now = not self._prefills_now
-            plan = super().schedule()
+            plan = super().schedule(begin)
         return plan
 
     def _next_is_prefill(self) -> bool:
@@ -44,7 +44,8 @@ class PrefillFirst(Unmixed):
     def _next_is_prefill(self) -> bool:
         return True
 
-    def _chunk_size(self, pending: int, draft: Draft) -> int:
+    def _chunk_size(self, request: Request, start: int, draft: Draft) -> int:
+        pending = request.num_tokens - start
         return pending if pending <= draft.left else 0
 
 

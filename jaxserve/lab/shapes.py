@@ -2,7 +2,9 @@
 
 from collections.abc import Sequence
 
-from jaxserve.costs import StepShape, pairs
+import numpy as np
+
+from jaxserve.costs import NO_STEP, StepShape
 
 
 def shape(
@@ -14,18 +16,11 @@ def shape(
     rows: int,
     sampler: str,
 ) -> StepShape:
-    """`context`: KV entries that all decodes read; `chunks`: start and tokens of each."""
-    long = [(start, n) for start, n in chunks if n > 1]
-    ones = [start + 1 for start, n in chunks if n == 1]
-    values = {
-        "bucket": bucket,
-        "tokens": decodes + sum(n for _, n in chunks),
-        "rows": rows,
-        "sampler": sampler,
-        "singles": decodes + len(ones),
-        "single_context": context + sum(ones),
-        "chunks": len(long),
-        "chunk_context": sum(start + n for start, n in long),
-        "chunk_pairs": sum(pairs(start, n) for start, n in long),
-    }
-    return StepShape(**{name: values[name] for name in StepShape._fields})
+    """`context`: KV entries that all decodes read, taken as equally many each; `chunks`: start and
+    tokens of each."""
+    each, more = divmod(context, max(1, decodes))
+    contexts = np.array([each + 1] * more + [each] * (decodes - more), np.int32)
+    found = NO_STEP.with_singles(contexts)
+    for start, n in chunks:
+        found = found.with_chunk(start, n)
+    return found._replace(bucket=bucket, rows=rows, sampler=sampler)

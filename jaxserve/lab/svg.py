@@ -11,6 +11,7 @@ LEFT, RIGHT, TOP, BOTTOM = 150, 24, 12, 40  # margins in px
 WIDTH = 860
 
 type Format = Callable[[float], str]
+type Points = Sequence[tuple[float, float]]
 
 
 def dots(
@@ -79,6 +80,35 @@ def curves(series: Sequence[Sequence[float]], form: Format, what: str) -> str:
                 for at, value in enumerate(points)
             )
             parts.append(f'<polyline class="curve s{number}" points="{path}"/>')
+    return _svg(height, parts, what)
+
+
+def lines(series: Sequence[tuple[Points, Points]], forms: tuple[Format, Format], what: str) -> str:
+    """For every series dots, and a line through other points: what was measured, and a model of it.
+
+    `forms`: of x and y.
+    """
+    xs = [x for dots, line in series for x, _ in (*dots, *line)]
+    ys = [y for dots, line in series for _, y in (*dots, *line)]
+    height = 300
+    bottom = height - BOTTOM
+    scale, ticks = _axis(0.0, max(xs, default=1.0))
+    rows = _ticks(0.0, max(ys, default=1.0))
+
+    def y(value: float) -> float:
+        return bottom - (bottom - TOP) * value / rows[-1]
+
+    parts = _grid(ticks, scale, height, forms[0])
+    for row in rows:
+        parts.append(_line(LEFT, y(row), WIDTH - RIGHT, y(row), "faint"))
+        parts.append(_text(LEFT - 10, y(row), forms[1](row), "end"))
+    for number, (dots, line) in enumerate(series):
+        path = " ".join(f"{scale(at):.1f},{y(value):.1f}" for at, value in line)
+        parts.append(f'<polyline class="curve s{number}" points="{path}"/>')
+        for at, value in dots:
+            title = html.escape(f"{forms[0](at)}: {forms[1](value)}")
+            place = f'cx="{scale(at):.1f}" cy="{y(value):.1f}"'
+            parts.append(f'<circle class="s{number}" {place} r="4"><title>{title}</title></circle>')
     return _svg(height, parts, what)
 
 

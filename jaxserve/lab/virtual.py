@@ -4,7 +4,7 @@ is moved and never waited for."""
 import numpy as np
 
 from jaxserve.batch.step import Batch, StepResult
-from jaxserve.costs import CostModel, StepShape
+from jaxserve.costs import NO_STEP, CostModel, StepShape
 
 TOKEN = 0  # what every row samples
 
@@ -48,20 +48,11 @@ def shape_of(batch: Batch) -> StepShape:
     """What the time of a batch depends on."""
     inputs = batch.inputs
     singles = int(inputs.num_decodes[0])
-    chunks = chunk_pairs = 0
+    shape = NO_STEP.with_singles(inputs.kv_lens[:singles])
     if batch.num_tokens > singles:
-        counts = np.diff(inputs.query_starts[singles:]).astype(np.int64)
-        counts = counts[counts > 0]
-        ends = inputs.kv_lens[singles : singles + len(counts)]
-        chunks = len(counts)
-        chunk_pairs = int((counts * (ends - counts) + counts * (counts + 1) // 2).sum())
-    return StepShape(
-        bucket=batch.token_bucket,
-        tokens=batch.num_tokens,
-        rows=batch.row_bucket,
-        sampler=batch.sampler,
-        singles=singles,
-        single_context=int(inputs.kv_lens[:singles].sum()),
-        chunks=chunks,
-        chunk_pairs=chunk_pairs,
-    )
+        counts = np.diff(inputs.query_starts[singles:])
+        counts = counts[counts > 0].tolist()
+        ends = inputs.kv_lens[singles : singles + len(counts)].tolist()
+        for count, end in zip(counts, ends, strict=True):
+            shape = shape.with_chunk(end - count, count)
+    return shape._replace(bucket=batch.token_bucket, rows=batch.row_bucket, sampler=batch.sampler)

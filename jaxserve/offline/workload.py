@@ -26,6 +26,7 @@ class WorkItem(msgspec.Struct, frozen=True):
     prompt_token_ids: Annotated[tuple[int, ...], msgspec.Meta(min_length=1)]
     max_tokens: _Positive
     arrive: str = "start"
+    slo_class: str = ""
 
     @property
     def is_late(self) -> bool:
@@ -74,7 +75,9 @@ def replay(driver: Driver, items: list[WorkItem]) -> Replay:
 
     def submit(index: int) -> None:
         item = items[index]
-        sampling = SamplingParams(temperature=0.0, max_tokens=item.max_tokens, ignore_eos=True)
+        sampling = SamplingParams(
+            temperature=0.0, max_tokens=item.max_tokens, ignore_eos=True, slo_class=item.slo_class
+        )
         place[driver.submit(item.prompt_token_ids, sampling, text=False)] = index
 
     start = clock()

@@ -56,6 +56,7 @@ class _Common(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     stream_options: _StreamOptions | None = None
     priority: int | None = None
     cache_salt: str | None = None
+    slo_class: str | None = None
     return_token_ids: bool | None = None
     max_tokens: int | None = None
     temperature: float | None = None
@@ -241,6 +242,7 @@ _SAME_NAME = (
     "prompt_logprobs",
     "n",
     "seed",
+    "slo_class",
 )
 
 

@@ -1,6 +1,7 @@
 """What may enter the engine: refuse at the door whatever could never finish or break a step."""
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -57,6 +58,7 @@ def check(
             f"(cache.num_blocks={config.cache.num_blocks}); raise cache.memory_gib"
         )
     _check_features(config, sampling)
+    config.slo.of(sampling.slo_class)
     for name, ids in (
         ("stop_token_ids", sampling.stop_token_ids),
         ("logit_bias", sampling.logit_bias),
@@ -108,6 +110,7 @@ def new_request(
     seed = sampling.seed
     if seed is None:
         seed = _mix(config.sampling.seed, number - sample)
+    promised = config.slo.of(sampling.slo_class)
     return Request(
         number=number,
         tokens=list(tokens),
@@ -117,6 +120,8 @@ def new_request(
         seed=seed & _MASK,
         sample=sample,
         max_total=most,
+        ttft_s=promised.ttft_ms / 1e3 or math.inf,
+        tpot_s=promised.tpot_ms / 1e3 or math.inf,
     )
 
 

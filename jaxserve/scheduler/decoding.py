@@ -47,11 +47,13 @@ class Decoding:
         needy = self._progress.computed[seats] >= self.room[seats]
         return [requests[i] for i in needy.nonzero()[0].tolist()] if needy.any() else []
 
-    def plan(self) -> Decodes:
-        """A token for every member that is not at its end."""
+    def plan(self, held: Bools | None = None) -> Decodes:
+        """A token for every member that is not at its end nor `held`, bool[seats]."""
         requests, epochs, seats = self._cached()
         starts = self._progress.computed[seats]
         runs = starts < self.room[seats]
+        if held is not None:
+            runs &= ~held[seats]
         if not runs.all():
             keep = runs.nonzero()[0].tolist()
             requests, epochs = [requests[i] for i in keep], [epochs[i] for i in keep]

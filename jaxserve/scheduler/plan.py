@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxserve.request import Request
+from jaxserve.scheduler.time_budget import StepTime
 
 Ints = NDArray[np.int32]
 Bools = NDArray[np.bool_]
@@ -93,6 +94,8 @@ class Draft:
     longs: int = 0  # of those, long ones
     admitted: list[Request] = dataclasses.field(default_factory=list[Request])
     preempted: list[Request] = dataclasses.field(default_factory=list[Request])
+    time: StepTime | None = None  # mode time, with costs: what still fits
+    held: Bools | None = None  # bool[seats]: decodes that wait for prefills; None: nobody
     closed: Unused | None = None  # why nobody more is admitted
     indivisible: bool = False  # a whole chunk did not fit
     hit_tokens: int = 0

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from jaxserve.request import Request
 
 
-def queue_key(policy: str, request: Request) -> tuple[int, ...]:
+def queue_key(policy: str, request: Request) -> tuple[float, ...]:
     """Order in the waiting queue; does not change while the request waits."""
     if policy == "priority":
         return (request.priority, request.number)
@@ -13,10 +13,12 @@ def queue_key(policy: str, request: Request) -> tuple[int, ...]:
         return (len(request.tokens), request.number)
     if policy == "round_robin":
         return (request.last_step, request.number)
+    if policy == "deadline":
+        return (request.due, request.number)
     return (request.number,)
 
 
-def order_key(policy: str, request: Request, step: int, aging_steps: int) -> tuple[int, ...]:
+def order_key(policy: str, request: Request, step: int, aging_steps: int) -> tuple[float, ...]:
     """Order among partial prefills and the head of the queue; the least goes first.
 
     Aging: whoever got no tokens for `aging_steps` steps goes before everybody who got some since,
@@ -30,6 +32,8 @@ def order_key(policy: str, request: Request, step: int, aging_steps: int) -> tup
         return (1, request.num_pending, request.number)
     if policy == "round_robin":
         return (1, request.last_step, request.number)
+    if policy == "deadline":
+        return (1, request.due, request.number)
     return (1, request.number)
 
 

@@ -16,6 +16,7 @@ from jaxserve.kv.manager import KVManager
 from jaxserve.request import Output, Request, SeatProgress, Status
 from jaxserve.scheduler import policy, snap
 from jaxserve.scheduler.decoding import Decoding
+from jaxserve.scheduler.pacing import FRONT, Pacing
 from jaxserve.scheduler.plan import Bools, Chunk, Decodes, Draft, Ints, Plan, Unused
 from jaxserve.scheduler.waiting import WaitingQueue
 
@@ -43,9 +44,12 @@ class Scheduler:
         # Whole chunks of one size (SARATHI, or canonical borders) instead of whatever fits.
         self._equal_chunks = rules.mode == "fixed" or config.runner.deterministic
         self._one_prefill = rules.mode == "fixed"
+        self._pacing = Pacing(config) if rules.mode == "time" else None
+        by_deadline = rules.mode == "time" and rules.policy == "fcfs"
+        self._policy = "deadline" if by_deadline else rules.policy
         self._spare = math.ceil(rules.watermark * kv.num_blocks)
-        self._short = WaitingQueue(rules.policy, rules.aging_steps)
-        self._long = WaitingQueue(rules.policy, rules.aging_steps)
+        self._short = WaitingQueue(self._policy, rules.aging_steps)
+        self._long = WaitingQueue(self._policy, rules.aging_steps)
         self._seats = list(range(rules.max_seqs - 1, -1, -1))
         self._progress = SeatProgress(rules.max_seqs)
         self._decoding = Decoding(self._progress)
@@ -67,27 +71,32 @@ class Scheduler:
         """Queues a new request; what can never fit has been refused before."""
         self._enqueue(request)
 
-    def schedule(self) -> Plan:
-        """The next step; the requests' progress counts it as done from here on."""
+    def schedule(self, begin: float = 0.0) -> Plan:
+        """The next step; the requests' progress counts it as done from here on.  `begin`: when the
+        device is expected to begin it, by the clock of the requests' arrival."""
         self._step += 1
         if self._online is not None and self._step % REFRESH_COSTS == 0:
             self.set_costs(self._online)
         draft = Draft(left=self._rules.token_budget)
         self._take_decodes(draft)
         prefills = [r for r in self._prefilling if r.num_pending]
-        shorts = [r for r in prefills if self._equal_chunks or not self._is_long(r)]
-        longs = [r for r in prefills if not self._equal_chunks and self._is_long(r)]
+        # Equal chunks, and prompts with deadlines, go in one order whatever their length.
+        dated = self._pacing is not None and any(r.anchor < math.inf for r in prefills)
+        longs = [r for r in prefills if not (self._equal_chunks or dated) and self._is_long(r)]
+        shorts = [r for r in prefills if r not in longs]
         draft.partials, draft.longs = len(prefills), sum(map(self._is_long, prefills))
         kept = policy.long_share(
             draft.left, sum(r.num_pending for r in longs), bool(shorts or len(self._short))
         )
         draft.left -= kept
+        if self._pacing is not None and self._online is not None:
+            self._pace(draft, begin, prefills, self._pacing, self._online)
         self._take_prefills(draft, shorts, admit=True)
         draft.left += kept
         self._take_prefills(draft, longs, admit=False)
         if draft.preempted:
             self._after_preemptions(draft)
-        return self._seal(draft)
+        return self._seal(draft, begin)
 
     def update(self, plan: Plan, tokens: Ints, bad: Bools) -> list[Output]:
         """Records a step that has returned: i32 and bool of one entry a row that samples.
@@ -183,6 +192,24 @@ class Scheduler:
         draft.decodes = self._decoding.plan()
         draft.left -= len(draft.decodes.requests)
 
+    def _pace(
+        self,
+        draft: Draft,
+        begin: float,
+        prefills: list[Request],
+        pacing: Pacing,
+        costs: OnlineCosts,
+    ) -> None:
+        """Mode time: how much fits in the step, and which decodes wait."""
+        free = min(len(self._seats), FRONT)
+        waiting = [*self._short.front(free), *self._long.front(free)]
+        prompts = sorted(prefills + waiting, key=self._order)
+        draft.time, draft.held = pacing.decide(begin, draft.decodes, prompts, costs)
+        if draft.held is not None:
+            draft.left += len(draft.decodes.requests)
+            draft.decodes = self._decoding.plan(draft.held)
+            draft.left -= len(draft.decodes.requests)
+
     # -- prefills --------------------------------------------------------------------------------
 
     def _take_prefills(self, draft: Draft, partial: list[Request], admit: bool) -> None:
@@ -202,7 +229,7 @@ class Scheduler:
     def _continue(self, draft: Draft, request: Request) -> None:
         if request.status is not Status.RUNNING:
             return
-        num_tokens = self._chunk_size(request.num_pending, draft)
+        num_tokens = self._chunk_size(request, request.num_computed, draft)
         if num_tokens and self._grow(draft, request, num_tokens):
             self._give(draft, request, num_tokens)
 
@@ -229,10 +256,11 @@ class Scheduler:
         """Gives the head of the queue a seat and its first chunk, or closes admission."""
         scored = request.sampling.prompt_logprobs is not None and not request.output
         hit = self.kv.no_hit if scored and not request.sample else self.kv.match(request)
-        pending = len(request.tokens) - hit.num_blocks * self.kv.block_size
-        num_tokens = self._chunk_size(pending, draft)
+        start = hit.num_blocks * self.kv.block_size
+        pending = len(request.tokens) - start
+        num_tokens = self._chunk_size(request, start, draft)
         if not num_tokens:
-            draft.closed = Unused.INDIVISIBLE
+            draft.closed = draft.closed or Unused.INDIVISIBLE
             return
         if num_tokens < pending and draft.partials >= self._rules.max_partial_prefills:
             draft.closed = Unused.POLICY
@@ -255,6 +283,8 @@ class Scheduler:
         self._progress.in_flight[request.seat] = 0
         self.running[request] = self._prefilling[request] = None
         draft.admitted.append(request)
+        if self._pacing is not None:
+            self._pacing.sit(request)
         draft.partials += 1
         draft.longs += self._is_long(request)
         if request.num_preempted:
@@ -268,17 +298,33 @@ class Scheduler:
     def _give(self, draft: Draft, request: Request, num_tokens: int) -> None:
         draft.prefills.append((request, num_tokens))
         draft.left -= num_tokens
+        if draft.time is not None:
+            whole = num_tokens == request.num_pending
+            draft.time.add(request.num_computed, num_tokens, whole)
         if num_tokens == request.num_pending:
             draft.partials -= 1
             draft.longs -= self._is_long(request)
 
-    def _chunk_size(self, pending: int, draft: Draft) -> int:
-        """Tokens of `pending` that run in this step; 0: a whole chunk does not fit."""
+    def _chunk_size(self, request: Request, start: int, draft: Draft) -> int:
+        """Tokens of `request` from `start` that run in this step; 0: a whole chunk does not fit, or
+        the time is used up."""
+        pending = request.num_tokens - start
         if not self._equal_chunks:
-            return min(pending, draft.left)
+            size = min(pending, draft.left)
+            return size if draft.time is None else self._in_time(request, start, size, draft)
         size = policy.canonical_chunk(pending, self._rules.chunk_size, draft.left)
         draft.indivisible |= not size
         return size if self._deterministic else size or draft.left
+
+    def _in_time(self, request: Request, start: int, size: int, draft: Draft) -> int:
+        """Mode time: what of `size` fits; whoever has aged gets something whatever the time."""
+        assert draft.time is not None
+        fits = draft.time.most(start, request.num_tokens - start, size)
+        if not fits and self._step - request.last_step >= self._rules.aging_steps:
+            fits = draft.time.least(size)
+        if fits < size and draft.closed is None:
+            draft.closed = Unused.TIME_BUDGET
+        return fits
 
     # -- KV and seats ----------------------------------------------------------------------------
 
@@ -342,16 +388,20 @@ class Scheduler:
     def _is_long(self, request: Request) -> bool:
         return len(request.tokens) > self._rules.long_prefill_threshold
 
-    def _order(self, request: Request) -> tuple[int, ...]:
+    def _order(self, request: Request) -> tuple[float, ...]:
         rules = self._rules
-        return policy.order_key(rules.policy, request, self._step, rules.aging_steps)
+        return policy.order_key(self._policy, request, self._step, rules.aging_steps)
 
     # -- the plan --------------------------------------------------------------------------------
 
-    def _seal(self, draft: Draft) -> Plan:
+    def _seal(self, draft: Draft, begin: float) -> Plan:
         """Snaps the step to a bucket, moves the progress of its prefills on, gives the reason."""
         # A preemption on behalf of a prefill takes its victim's decode out of the step.
-        decodes = self._decoding.plan() if draft.preempted else draft.decodes
+        if draft.preempted:
+            draft.decodes = self._decoding.plan(draft.held)
+        if draft.held is not None and not draft.prefills and not draft.decodes.requests:
+            draft.decodes = self._decoding.plan()  # what they waited for cannot run
+        decodes = draft.decodes
         used = len(decodes.requests) + sum(n for _, n in draft.prefills)
         unused = self._unused(draft, used, len(decodes.requests))
         last_chunk = cut = 0
@@ -366,6 +416,8 @@ class Scheduler:
             self._start(request, num_tokens)
             for request, num_tokens in sorted(draft.prefills, key=lambda p: p[1] > 1)
         ]
+        if self._pacing is not None and draft.time is not None:
+            self._pacing.went(begin + draft.time.seconds, decodes, chunks)
         return Plan(
             decodes=decodes,
             chunks=chunks,

@@ -2,6 +2,7 @@
 
 import collections
 import heapq
+import itertools
 
 from jaxserve.request import Request, Status
 from jaxserve.scheduler import policy
@@ -23,7 +24,7 @@ class WaitingQueue:
     def __init__(self, policy_name: str, aging_steps: int) -> None:
         self._policy = policy_name
         self._aging_steps = aging_steps
-        self._heap: list[tuple[tuple[int, ...], int, Request]] = []  # key, epoch, request
+        self._heap: list[tuple[tuple[float, ...], int, Request]] = []  # key, epoch, request
         self._oldest: collections.deque[tuple[int, Request]] = collections.deque()  # epoch, request
         self._alive = 0
 
@@ -50,6 +51,11 @@ class WaitingQueue:
         while not _is_alive(*self._heap[0][1:]):
             heapq.heappop(self._heap)
         return self._heap[0][2]
+
+    def front(self, most: int) -> list[Request]:
+        """Up to `most` requests near the head; all of them where there are no more."""
+        near = (request for _, epoch, request in self._heap if _is_alive(epoch, request))
+        return list(itertools.islice(near, most))
 
     def left(self) -> None:
         """One request of the queue is not WAITING any more (or has a new epoch)."""

@@ -1,23 +1,39 @@
 """The server's side of the text processes: bodies in, token ids out."""
 
 import asyncio
+import dataclasses
 import logging
 import sys
+from collections import deque
 from collections.abc import Sequence
 
 from jaxserve.server import errors, protocol
 from jaxserve.server.children import Child
+from jaxserve.server.errors import ApiError
 from jaxserve.server.protocol import Answered, Codec, FromText, Load, Parsed, Rejected, ToText
 
 COMMAND = (sys.executable, "-m", "jaxserve.server.text_process")
 START_SECONDS = 120.0
+DEPTH = 16  # bodies that one process has
 _log = logging.getLogger(__name__)
 _CODEC: Codec[FromText, ToText] = protocol.codec(FromText)
+type TextChild = Child[FromText, ToText]
+
+
+@dataclasses.dataclass(eq=False)
+class _Asked:
+    """One body."""
+
+    message: protocol.Parse
+    answer: asyncio.Future[FromText | None]  # None: two processes died of it
+    sent: bool = False
+    deaths: int = 0
 
 
 class TextClient:
-    """`count` processes; each reads one body at a time, and is killed when it takes longer than
-    `limit_s` seconds."""
+    """`count` processes, each with a few bodies at a time, so that one round through a busy event
+    loop brings several of them on.  One that takes longer than `limit_s` seconds for a body is
+    killed; the bodies behind that one go to another."""
 
     def __init__(
         self, load: Load, *, count: int, limit_s: float, command: Sequence[str] = COMMAND
@@ -26,9 +42,9 @@ class TextClient:
         self._limit_s = limit_s
         self._command = command
         self._count = count
-        self._idle: asyncio.Queue[Child[FromText, ToText]] = asyncio.Queue()
-        self._children: set[Child[FromText, ToText]] = set()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._queue: asyncio.Queue[_Asked] = asyncio.Queue()
+        self._children: set[TextChild] = set()
+        self._tasks: list[asyncio.Task[None]] = []
         self._number = 0
         self._started = False
         self.num_killed = 0
@@ -40,53 +56,79 @@ class TextClient:
 
     async def start(self) -> None:
         """Raises OSError or TimeoutError when a process does not start."""
-        await asyncio.gather(*(self._start_one() for _ in range(self._count)))
+        children = await asyncio.gather(*(self._start_one() for _ in range(self._count)))
+        self._tasks = [asyncio.create_task(self._keep(child)) for child in children]
 
     async def close(self) -> None:
-        for task in list(self._tasks):
+        for task in self._tasks:
             task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         await asyncio.gather(*(child.end() for child in list(self._children)))
 
     async def parse(self, kind: str, body: bytes) -> Parsed | Answered:
         """Raises ApiError: 400 for a body that is wrong or takes too much, 503 when all processes
         are busy for too long."""
-        answer = await self._ask(kind, body)
-        if answer is None:  # it may have been dead before
-            answer = await self._ask(kind, body)
+        self._number += 1
+        future: asyncio.Future[FromText | None] = asyncio.get_running_loop().create_future()
+        asked = _Asked(protocol.Parse(self._number, kind, body), future)
+        self._queue.put_nowait(asked)
+        try:
+            while not future.done():
+                # Twice: whoever is behind a body that has to be killed is not refused for it.
+                await asyncio.wait([future], timeout=2 * self._limit_s)
+                if not (future.done() or asked.sent):
+                    raise errors.unavailable("overloaded", "too many requests wait to be read")
+            answer = future.result()
+        finally:
+            future.cancel()  # nobody waits any more
         if isinstance(answer, Rejected):
             raise errors.invalid(answer.code, answer.message, answer.param)
         if isinstance(answer, Parsed | Answered):
             return answer
         raise errors.invalid("unreadable", "the request could not be read: it takes too much")
 
-    async def _ask(self, kind: str, body: bytes) -> FromText | None:
-        """What one process answers; None: it died of it, or was dead."""
-        try:
-            async with asyncio.timeout(self._limit_s):
-                child = await self._idle.get()
-        except TimeoutError:
-            raise errors.unavailable("overloaded", "too many requests wait to be read") from None
-        self._number += 1
-        answer: FromText | None = None
-        try:
-            child.send(protocol.Parse(self._number, kind, body))
-            async with asyncio.timeout(self._limit_s):
-                messages = await child.receive()
-            answer = messages[0] if messages else None
-        except TimeoutError:
-            message = f"reading the request took longer than {self._limit_s:g} s"
-            raise errors.invalid("too_slow", message) from None
-        except ValueError:
-            pass  # it said what is no message: as good as dead
-        finally:
-            if answer is None:
-                self._replace(child)
-            else:
-                self._idle.put_nowait(child)
-        return answer
+    async def _keep(self, child: TextChild) -> None:
+        """Has a process at work, the next one when it has to be killed."""
+        while True:
+            await self._serve(child)
+            self.num_killed += 1
+            self._children.discard(child)
+            await child.end()
+            child = await self._replacement()
 
-    async def _start_one(self) -> None:
-        child = await Child[FromText, ToText].start(self._command, _CODEC)
+    async def _serve(self, child: TextChild) -> None:
+        """Until the process is of no use any more.  The body that it was at is asked once more if
+        it died, for it may have been dead before; those behind it had no part in that."""
+        under_way: deque[_Asked] = deque()
+        while True:
+            while len(under_way) < DEPTH and not (under_way and self._queue.empty()):
+                asked = await self._queue.get()
+                if not asked.answer.done():
+                    asked.sent = True
+                    child.send(asked.message)
+                    under_way.append(asked)
+            try:
+                async with asyncio.timeout(self._limit_s):
+                    answers = await child.receive()
+            except TimeoutError:
+                message = f"reading the request took longer than {self._limit_s:g} s"
+                _end(under_way.popleft(), errors.invalid("too_slow", message))
+                break
+            except ValueError:  # it said what is no message: as good as dead
+                answers = []
+            for answer in answers:
+                _end(under_way.popleft(), answer)
+            if not answers:
+                under_way[0].deaths += 1
+                if under_way[0].deaths > 1:
+                    _end(under_way.popleft(), None)
+                break
+        for asked in under_way:
+            asked.sent = False
+            self._queue.put_nowait(asked)
+
+    async def _start_one(self) -> TextChild:
+        child: TextChild = await Child.start(self._command, _CODEC)
         self._children.add(child)
         child.send(self.load)
         async with asyncio.timeout(START_SECONDS):
@@ -94,21 +136,21 @@ class TextClient:
         if not loaded:
             raise OSError(f"the text process ended while it started ({await child.ended()})")
         self._started = True
-        self._idle.put_nowait(child)
+        return child
 
-    def _replace(self, child: Child[FromText, ToText]) -> None:
-        self.num_killed += 1
+    async def _replacement(self) -> TextChild:
+        while True:
+            try:
+                return await self._start_one()
+            except (OSError, TimeoutError) as error:
+                _log.error("a text process does not start: %s", error)
+                await asyncio.sleep(1.0)
 
-        async def replace() -> None:
-            self._children.discard(child)
-            await child.end()
-            while True:
-                try:
-                    return await self._start_one()
-                except (OSError, TimeoutError) as error:
-                    _log.error("a text process does not start: %s", error)
-                    await asyncio.sleep(1.0)
 
-        task = asyncio.get_running_loop().create_task(replace())
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+def _end(asked: _Asked, answer: FromText | None | ApiError) -> None:
+    if asked.answer.done():  # whoever asked has gone
+        return
+    if isinstance(answer, ApiError):
+        asked.answer.set_exception(answer)
+    else:
+        asked.answer.set_result(answer)

@@ -6,6 +6,7 @@ row samples), so it does not depend on how steps were cut or who else was in the
 
 import dataclasses
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -69,7 +70,7 @@ class FakeRunner:
         tokens = np.where(known, inputs.tokens, self._last[seats])
         if batch.samples is None:
             return StepResult(
-                np.zeros(0, np.int32), np.zeros(0, bool), None, self._scores(batch, tokens), 0.0
+                np.zeros(0, np.int32), np.zeros(0, bool), None, self._scores(batch, tokens), 1e-4
             )
         x = batch.samples
         at = np.minimum(x.token_index, len(tokens) - 1)
@@ -86,6 +87,9 @@ class FakeRunner:
 
     def result(self, handle: StepResult) -> StepResult:
         return handle
+
+    def touch_kv(self) -> None:
+        pass
 
     def close(self) -> None:
         self.closed = True
@@ -133,6 +137,8 @@ class FakeAssembly:
     tokenizer: Tokenizer
     config: EngineConfig
     startup: dict[str, float]
+    cost_facts: dict[str, Any]
+    cost_file: Path | None = None
 
     def close(self) -> None:
         self.runner.close()
@@ -153,4 +159,4 @@ def assemble(
     runner = FakeRunner(config, tokenizer)
     limits = ModelLimits(VOCAB, frozenset({EOS_ID}))
     engine = Engine(config, runner, limits, on_step=on_step)
-    return FakeAssembly(engine, runner, tokenizer, config, {"load": 0.1})
+    return FakeAssembly(engine, runner, tokenizer, config, {"load": 0.1}, {"device": "none"})

@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from jaxserve.lab import bench_process, compare, compare_html, compare_text
+from jaxserve.lab import bench_process, compare, compare_html, compare_text, page_parts
 from jaxserve.lab.compare import Comparison, Run, RunFailed, Variant
 from tests.cli.test_bench import lines, write
 from tests.lab.rigs import Rig, prompt
@@ -199,7 +199,7 @@ def test_colours_can_be_read_in_light_and_dark():
         high, low = sorted((luminance(a), luminance(b)), reverse=True)
         return (high + 0.05) / (low + 0.05)
 
-    style = compare_html._style(8)
+    style = page_parts.style(8)
     blocks = style.split("@media")
     for text in (blocks[0], blocks[1].split("body")[0]):
         colours = dict(re.findall(r"--(\w+): (#\w{6})", text))

@@ -1,5 +1,6 @@
 """Bodies and templates that hang or grow: killed, and nobody else notices."""
 
+import asyncio
 import dataclasses
 import json
 import os
@@ -7,17 +8,24 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from jaxserve.server.errors import ApiError
+from jaxserve.server.protocol import Load, Parsed
+from jaxserve.server.text_client import TextClient
 from jaxserve.text.tokenizer import Tokenizer
 from tests.cli import fakes
 from tests.server.rig import Rig, running
 
 CHAT = "/v1/chat/completions"
-# What no count of loop turns sees: long work inside of single filters.
-SLOW = "{% set s = 'ab' * 2000000 %}" + "{% set s = s|replace('a', 'b')|replace('b', 'a') %}" * 400
+# Its own bound of five seconds comes after the server's three, on any machine.
+SLOW = (
+    "{% set s = 'ab' * 2000000 %}{% for i in range(100000) %}"
+    "{% set t = s|replace('a', 'b')|replace('b', 'a') %}{% endfor %}"
+)
 GROWS = "{{ ('x' * 4000000)|replace('x', 'x' * 2000)|length }}"
 FAILS = "{{ raise_exception('not like this') }}"
 ESCAPES = "{{ ''.__class__.__mro__[1].__subclasses__() }}"
@@ -29,11 +37,16 @@ TEMPLATE = (
 
 
 @pytest.fixture(scope="module")
-def wicked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
-    """A server over a model whose chat template may do anything."""
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose chat template may do anything."""
     folder = tmp_path_factory.mktemp("wicked")
     parts = dataclasses.replace(fakes.byte_tokenizer()._parts, chat_template=TEMPLATE)
     Tokenizer(parts).save(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wicked(folder: Path) -> Iterator[Rig]:
     with running(folder, server={"text_s": 3.0}) as rig:
         yield rig
 
@@ -69,6 +82,28 @@ def test_cve_2026_115911_a_template_that_hangs_is_killed(wicked: Rig):
     assert ends[0] < answered
     assert wicked.service.text.num_killed == killed + 1
     assert ask(wicked, "usual").json()["choices"] == usual
+
+
+def test_those_beside_a_body_that_hangs_are_read(folder: Path):
+    """One process has them all when it is killed for the second one."""
+
+    async def ask_all() -> tuple[list[Any], int]:
+        load = Load(str(folder), ["m"], chat_max_tokens=9, text_max_tokens=9)
+        client = TextClient(load, count=1, limit_s=3.0)
+        await client.start()
+        contents = ["usual", "slow", *(["usual"] * 20)]
+        bodies = [json.dumps({"messages": [{"role": "user", "content": c}]}) for c in contents]
+        asked = [client.parse("chat", body.encode()) for body in bodies]
+        try:
+            return await asyncio.gather(*asked, return_exceptions=True), client.num_killed
+        finally:
+            await client.close()
+
+    (first, slow, *others), killed = asyncio.run(ask_all())
+    assert isinstance(slow, ApiError) and slow.code == "too_slow"
+    assert killed == 1
+    assert isinstance(first, Parsed)
+    assert [other.prompts for other in others] == [first.prompts] * 20
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,10 @@ from jaxserve.config import (
     ModelConfig,
     RunnerConfig,
     SchedulerConfig,
+    SloClass,
+    SloConfig,
 )
+from jaxserve.costs import CostModel
 from jaxserve.engine import Engine, ModelLimits, QueueFull
 from jaxserve.kv.groups import FULL, Windows
 from jaxserve.metrics import StepRecord
@@ -75,6 +78,33 @@ def random_config(rng: random.Random, groups: int) -> EngineConfig:
     )
 
 
+def by_time(config: EngineConfig, rng: random.Random) -> EngineConfig:
+    """In mode time, with classes of all kinds of deadlines."""
+
+    def ms() -> float:
+        return rng.choice([0.0, 0.5, 2.0, 10.0, 200.0])
+
+    classes = {name: SloClass(ms(), ms()) for name in rng.sample(["a", "b", "c"], 2)}
+    return dataclasses.replace(
+        config,
+        scheduler=dataclasses.replace(config.scheduler, mode="time"),
+        slo=SloConfig(ms(), ms(), classes, rng.choice([0.0, 0.1])),
+    )
+
+
+def random_costs(config: EngineConfig, rng: random.Random) -> CostModel:
+    sizes, rows = config.buckets.tokens, config.buckets.rows
+    fixed, token = rng.choice([0.0, 1e-3, 5e-3]), rng.choice([1e-5, 1e-3])
+    return CostModel(
+        sizes,
+        tuple(fixed + token * size for size in sizes),
+        rows=rows,
+        sampling={"greedy": tuple(1e-5 * row for row in rows)},
+        single_context=rng.choice([0.0, 1e-6]),
+        tile_pair=rng.choice([0.0, 1e-8]),
+    )
+
+
 def random_sampling(rng: random.Random) -> SamplingParams:
     def maybe(value: object, neutral: object, chance: float = 0.15) -> object:
         return value if rng.random() < chance else neutral
@@ -113,8 +143,12 @@ class Scenario:
     def __init__(self, seed: int) -> None:
         self.rng = rng = random.Random(seed)
         self.windows = random_windows(rng)
+        self.timed = random.Random(-seed - 1)  # draws of its own, so that other modes stay as were
         config = random_config(rng, len(self.windows))
+        if not config.runner.deterministic and self.timed.random() < 0.3:
+            config = by_time(config, self.timed)
         self.config = resolve(config, MODEL_LEN, 1, windows=self.windows)
+        self.now = 0.0
         self.bad_one_in = rng.choice([0, 0, 0, 40])
         self.faults = rng.random() < 0.15
         self.injected = 0
@@ -132,16 +166,20 @@ class Scenario:
             self.config,
             self.runner,
             ModelLimits(VOCAB, EOS, self.windows),
+            clock=lambda: self.now,
             on_step=self.records.append,
         )
+        if self.config.scheduler.mode == "time" and self.timed.random() < 0.9:
+            self.engine.set_costs(random_costs(self.config, self.timed))
         self.scheduler = self.engine.scheduler
         self.schedule = self.scheduler.schedule
         self.scheduler.schedule = types.MethodType(  # type: ignore[method-assign]
-            lambda _: self.checked_schedule(), self.scheduler
+            lambda _, begin: self.checked_schedule(begin), self.scheduler
         )
         self.expected: dict[Request, Expected] = {}
         self.prompts = [self._prompt() for _ in range(3)]
         self.steps = 0
+        self.waited: dict[Request, int] = {}  # decodes, steps in a row
 
     def _prompt(self) -> list[int]:
         length = self.rng.choice([1, 2, 5, 8, 16, 17, 31, 40, 70])
@@ -154,6 +192,9 @@ class Scenario:
             base = rng.choice(self.prompts)
             prompt = base[: rng.randint(0, len(base))] + prompt
         sampling = random_sampling(rng)
+        if self.config.slo.classes:
+            named = self.timed.choice(["", *self.config.slo.classes])
+            sampling = dataclasses.replace(sampling, slo_class=named)
         waiting, number = self.engine.num_waiting, self.engine._number
         try:
             requests = self.engine.add(
@@ -170,26 +211,32 @@ class Scenario:
             alone = Alone(request, VOCAB, self.bad_one_in, self.windows)
             self.expected[request] = Expected(request, alone)
 
-    def checked_schedule(self) -> Plan:
+    def checked_schedule(self, begin: float) -> Plan:
         """Schedules, and checks the laws of a plan."""
         scheduler, rules = self.scheduler, self.config.scheduler
         decoding = {
             r for r in scheduler.running if r in scheduler._decoding and r.num_tokens < r.max_total
         }
         partial = [r for r in scheduler.running if r.num_computed < r.num_prompt]
-        plan = self.schedule()
+        plan = self.schedule(begin)
         planned = {chunk.request for chunk in plan.chunks} | set(plan.decodes.requests)
         rows = len(plan.chunks) + plan.decode_tokens
         assert len(planned) == rows, "a request has two rows"
-        # A decode never stalls: it is in the step or it was preempted.
-        assert decoding <= planned | set(plan.preempted)
+        timed = rules.mode == "time"
+        # A decode never stalls: it is in the step or it was preempted; in mode time it waits at
+        # most `aging_steps` steps in a row, and never while nothing runs.
+        for request in decoding - planned - set(plan.preempted):
+            self.waited[request] = self.waited.get(request, 0) + 1
+            assert timed and planned and self.waited[request] <= rules.aging_steps
+        for request in planned:
+            self.waited.pop(request, None)
         prefill = sum(c.num_tokens for c in plan.chunks)
         assert plan.num_tokens == prefill + plan.decode_tokens <= rules.token_budget
         assert plan.num_tokens <= plan.bucket or not rows
         assert len(scheduler.running) <= rules.max_seqs
         assert (plan.unused is None) == (plan.num_tokens == rules.token_budget), plan.unused
         still = [r for r in partial if r.status is Status.RUNNING]
-        if still:
+        if still and not timed:
             assert plan.chunks, "prefills stall"
         bound = rules.aging_steps + rules.max_seqs + 1
         for request in still:
@@ -274,6 +321,7 @@ class Scenario:
                 self.add()
                 arrivals -= 1
             self.mishap()
+            self.now += self.timed.choice([0.0, 0.001, 0.02])
             self.take(self.engine.step())
             self.check_books()
             self.steps += 1

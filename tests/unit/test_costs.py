@@ -3,11 +3,24 @@
 import math
 import random
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxserve.costs import MAX_CORRECTION, CostModel, OnlineCosts, StepShape, pairs
+from jaxserve.costs import (
+    GROUP,
+    MAX_CORRECTION,
+    NO_STEP,
+    SPAN,
+    TILES,
+    CostModel,
+    OnlineCosts,
+    StepShape,
+    pairs,
+    tile_pairs,
+    turns,
+)
 
 MODEL = CostModel(
     tokens=(8, 16, 64),
@@ -70,6 +83,7 @@ def test_a_larger_program_never_counts_as_cheaper_between_and_beyond_the_measure
         {"program": (0.0, 1.0)},
         {"program": (math.nan, 1.0)},
         {"single": -1.0},
+        {"tile_pair": -1.0},
         {"host": math.inf},
         {"rows": (4,), "sampling": {"greedy": ()}},
     ],
@@ -104,3 +118,28 @@ def test_a_correction_is_bounded(steps: list[tuple[int, float]]):
         costs.observe(step, costs.predict(step), seconds)
     for bucket in (8, 16, 64):
         assert abs(math.log(costs.factor(bucket))) <= MAX_CORRECTION
+
+
+@given(st.lists(st.integers(1, 5000), max_size=70))
+def test_turns_are_those_of_groups_sorted_by_context(contexts: list[int]):
+    rows = sorted(contexts, reverse=True)
+    groups = [rows[at : at + GROUP] for at in range(0, len(rows), GROUP)]
+    assert turns(np.array(contexts, np.int32)) == sum(-(-group[0] // SPAN) for group in groups)
+
+
+@given(st.integers(0, 5000), st.integers(2, 2000))
+def test_whole_tiles_hold_every_pair(start: int, tokens: int):
+    filled = tile_pairs(start, tokens)
+    assert pairs(start, tokens) <= filled
+    (large, wide), (small, _) = TILES
+    assert filled <= (tokens + large) * (start + tokens + wide)
+    if tokens <= small:
+        assert filled == small * -(-(start + tokens) // SPAN) * SPAN
+
+
+def test_a_shape_is_the_sum_of_its_rows():
+    singles = np.array([5, 300, 1], np.int32)
+    whole = NO_STEP.with_singles(singles).with_chunk(10, 20).with_chunk(6, 1)
+    assert (whole.tokens, whole.singles, whole.chunks) == (24, 4, 1)
+    assert whole.single_context == 313 and whole.chunk_pairs == pairs(10, 20)
+    assert NO_STEP.with_chunk(6, 1) == NO_STEP.with_singles(np.array([7], np.int32))

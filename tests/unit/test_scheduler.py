@@ -437,8 +437,8 @@ def test_round_robin_takes_turns_and_priority_goes_first() -> None:
         served: list[int] = []
         real = engine.scheduler.schedule
 
-        def spy():
-            plan = real()
+        def spy(begin: float):
+            plan = real(begin)
             served.extend(chunk.request.number for chunk in plan.chunks)
             return plan
 

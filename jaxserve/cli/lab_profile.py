@@ -1,0 +1,88 @@
+"""`jaxserve lab profile`: what steps cost on the device that is here."""
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jaxserve.cli import common
+
+if TYPE_CHECKING:
+    from jaxserve.build import Assembly
+    from jaxserve.lab.cost_table import CostTable
+    from jaxserve.lab.profile import Profile
+    from jaxserve.metrics import StepRecord
+
+
+def register(commands: Any) -> None:
+    parser = commands.add_parser(
+        "profile",
+        help="measure what steps cost, and keep it for later starts",
+        description=(
+            "Runs made-up steps of many shapes on this device, fits the cost model to them, says "
+            "how well it predicts steps that were not fitted, and keeps the table beside the "
+            "compile cache: later starts with the same model, device, versions and programs load "
+            "it. Costs serve scheduler.mode=time, snapping, `lab suggest` and `lab simulate`."
+        ),
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=90.0, metavar="S", help="to measure for; default 90"
+    )
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write the table there as well")
+    parser.add_argument("--no-keep", action="store_true", help="not beside the compile cache")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write one page with plots")
+    parser.add_argument("--json", action="store_true", help="print one object")
+    common.add_engine_options(parser)
+    parser.set_defaults(func=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    if not 0 < args.seconds < float("inf"):
+        raise common.UsageError(f"--seconds {args.seconds} must be above 0")
+    for option in ("output", "html"):
+        path = getattr(args, option)
+        if path is not None and not path.absolute().parent.is_dir():
+            raise common.UsageError(f"the folder of --{option} does not exist: {path}")
+    config = common.read_config(args)
+    records: list[StepRecord] = []
+    assembly = common.assemble(config, args, on_step=records.append)
+    try:
+        found, table = _measure(args, assembly, records)
+    finally:
+        assembly.close()
+    _show(args, found, table)
+    return common.DONE
+
+
+def _measure(
+    args: argparse.Namespace, assembly: "Assembly", records: "list[StepRecord]"
+) -> "tuple[Profile, CostTable]":
+    from jaxserve.lab import cost_table, profile_text
+    from jaxserve.lab.profile import Target, profile
+
+    target = Target(assembly.config, assembly.runner, assembly.engine, records)
+    assembly.runner.touch_kv()
+    try:
+        found = profile(target, args.seconds, note=common.note)
+    except ValueError as error:
+        raise common.UsageError(common.one_line(error)) from error
+    table = profile_text.table(found, assembly.config.model.name, assembly.cost_facts)
+    places = [args.output, None if args.no_keep else assembly.cost_file]
+    for place in [place for place in places if place is not None]:
+        try:
+            cost_table.save(place, table)
+            common.note(f"the table is in {place}")
+        except OSError as error:
+            raise common.UsageError(f"{place}: {error.strerror or error}") from error
+    return found, table
+
+
+def _show(args: argparse.Namespace, found: "Profile", table: "CostTable") -> None:
+    from jaxserve.lab import profile_html, profile_text
+
+    if args.html is not None:
+        args.html.write_text(profile_html.page(found, table), encoding="utf-8")
+    if args.json:
+        common.write_json(profile_text.as_object(found, table))
+    else:
+        common.write_out(profile_text.text(found, table))
