@@ -6,6 +6,7 @@ Nobody starves: at most `max_seqs <= token_budget` requests run, so whenever one
 prefill at least one token is left for it, and policy order is subject to aging.
 """
 
+import logging
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, cast
@@ -23,6 +24,8 @@ from jaxserve.scheduler.waiting import WaitingQueue
 MAX_BACKOFF = 32  # steps without admission after a preemption, at most
 NOT_FINITE = "the model's logits were not finite"  # why a request failed alone
 REFRESH_COSTS = 256  # steps between two looks at the corrected costs
+
+_log = logging.getLogger(__name__)
 
 # Builds a NamedTuple without its slow Python constructor.
 _new = cast(Callable[[type[Any], tuple[Any, ...]], Any], cast(Any, tuple).__new__)
@@ -89,8 +92,8 @@ class Scheduler:
             draft.left, sum(r.num_pending for r in longs), bool(shorts or len(self._short))
         )
         draft.left -= kept
-        if self._pacing is not None and self._online is not None:
-            self._pace(draft, begin, prefills, self._pacing, self._online)
+        if self._pacing is not None:
+            self._pace(draft, begin, prefills, self._pacing)
         self._take_prefills(draft, shorts, admit=True)
         draft.left += kept
         self._take_prefills(draft, longs, admit=False)
@@ -192,19 +195,16 @@ class Scheduler:
         draft.decodes = self._decoding.plan()
         draft.left -= len(draft.decodes.requests)
 
-    def _pace(
-        self,
-        draft: Draft,
-        begin: float,
-        prefills: list[Request],
-        pacing: Pacing,
-        costs: OnlineCosts,
-    ) -> None:
+    def _pace(self, draft: Draft, begin: float, prefills: list[Request], pacing: Pacing) -> None:
         """Mode time: how much fits in the step, and which decodes wait."""
+        if self._online is None:
+            if self._step == 1:
+                _log.warning("scheduler.mode=time has no costs: steps take the whole token budget")
+            return
         free = min(len(self._seats), FRONT)
         waiting = [*self._short.front(free), *self._long.front(free)]
         prompts = sorted(prefills + waiting, key=self._order)
-        draft.time, draft.held = pacing.decide(begin, draft.decodes, prompts, costs)
+        draft.time, draft.held = pacing.decide(begin, draft.decodes, prompts, self._online)
         if draft.held is not None:
             draft.left += len(draft.decodes.requests)
             draft.decodes = self._decoding.plan(draft.held)

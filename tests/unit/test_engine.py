@@ -456,8 +456,8 @@ def test_b14_deterministic_chunks_are_canonical_and_never_preempted(
     borders: list[tuple[int, int]] = []
     real = rig.engine.scheduler.schedule
 
-    def spy():
-        plan = real()
+    def spy(begin: float):
+        plan = real(begin)
         borders.extend((c.start, c.num_tokens) for c in plan.chunks if c.request is request)
         return plan
 
