@@ -214,6 +214,15 @@ def test_what_is_lost_already_does_not_hold_up_the_rest() -> None:
     assert time_budget.decide(0.0, hopeless, [Prompt(-1.0, 0, 500)], price()).end == math.inf
 
 
+def test_decodes_take_turns_where_a_step_of_all_would_be_late() -> None:
+    """All 16 take 3.6 ms, eight 2.8 ms: those due at 3 ms go first, the others after them."""
+    rows = decoders(*[0.003] * 4, *[0.0058] * 12)
+    pace = time_budget.decide(0.0, rows, [], price())
+    assert pace.end == 0.003 and set(pace.held) <= set(range(4, 16)) and len(pace.held) == 8
+    lost = decoders(*[0.003] * 4, *[0.005] * 12)
+    assert time_budget.decide(0.0, lost, [], price()).held == ()
+
+
 def test_two_steps_where_mixing_costs_more_than_both() -> None:
     def dear(shape):
         return 2e-3 + 1e-4 * shape.bucket + (0.05 if shape.singles and shape.chunks else 0.0)
