@@ -109,6 +109,15 @@ def test_rounds_slower_as_a_whole_do_not_count():
     assert noise.p95 > 0.3
 
 
+def test_a_pause_in_the_fastest_round_does_not_make_a_shape_look_slow():
+    """The median of (10, 2, 3) is 3 where all others have 2: the rounds' factors tell."""
+    times = np.array([0.01, 0.02, 0.05, 0.07])
+    rounds = [times * factor for factor in (1, 2, 3)]
+    rounds[0][0] *= 10
+    settled, _ = profile.settle([line.tolist() for line in rounds])
+    assert settled / settled[1] == pytest.approx(times / times[1])
+
+
 def test_every_costed_program_is_measured(found: Profile):
     assert found.costs.tokens == CONFIG.buckets.tokens and found.costs.rows == CONFIG.buckets.rows
     assert set(found.costs.sampling) == {"greedy", "random", "full"}
