@@ -287,3 +287,9 @@ class EngineConfig:
     mesh: MeshConfig = MeshConfig()
     server: ServerConfig = ServerConfig()
     slo: SloConfig = SloConfig()
+
+    @property
+    def max_chunk(self) -> int:
+        """Most tokens that one request gets in a step."""
+        equal = self.scheduler.mode == "fixed" or self.runner.deterministic
+        return self.scheduler.chunk_size if equal else self.scheduler.token_budget

@@ -88,18 +88,26 @@ class Decoder(nnx.Module):
         turns = [rope.angles(one, x.positions) for one in c.ropes]
         real = jnp.arange(len(x.tokens)) < x.query_starts[-1]
         own, fixed = self._by_layer(turns)
+        if x.block_tables.ndim == 3:  # a table for each group of layers
+            layout = c.kv_layout
+            own["kv_group"] = np.array(layout.groups, np.int32)
+            own["kv_place"] = np.array(layout.places, np.int32)
 
         def layer(
             hidden: jax.Array, kv: Any, index: jax.Array, w: Weights
         ) -> tuple[jax.Array, Any]:
             w = fixed | w
             q, k, v = self._qkv(self._before(hidden, w, "norm1"), w)
-            kv = kv_write(kv, index, x.slots, k, v, kernels)
+            place, slots, tables = index, x.slots, x.block_tables
+            if "kv_group" in w:
+                place, group = w["kv_place"], w["kv_group"]
+                slots, tables = slots[group], tables[group]
+            kv = kv_write(kv, place, slots, k, v, kernels)
             mixed = ragged_paged_attention(
                 q,
                 kv,
-                index,
-                x.block_tables,
+                place,
+                tables,
                 x.query_starts,
                 x.kv_lens,
                 x.num_decodes,

@@ -145,7 +145,8 @@ class Subject:
     def __init__(self, assembly: Assembly) -> None:
         self.tokenizer = assembly.tokenizer
         self._runner = _Recorder(assembly.runner)
-        limits = ModelLimits(assembly.runner.step.vocab_size, frozenset())
+        windows = assembly.engine.limits.windows
+        limits = ModelLimits(assembly.runner.step.vocab_size, frozenset(), windows)
         self._engine = Engine(assembly.config, self._runner, limits)
 
     def answer(self, prompts: Sequence[Sequence[int]], length: int) -> list[list[int]]:

@@ -71,7 +71,8 @@ def run(folder: Path, data: int, tensor: int) -> dict[str, Any]:
     )
     assembly = assemble(config)
     try:
-        engine = Engine(assembly.config, assembly.runner, ModelLimits(tiny.VOCAB, frozenset({EOS})))
+        limits = ModelLimits(tiny.VOCAB, frozenset({EOS}), assembly.engine.limits.windows)
+        engine = Engine(assembly.config, assembly.runner, limits)
         prompts = [tiny.make_prompt(length, length) for length in (5, 23, 11)]
         answers = generate(engine, prompts, OPTIONS)
         return {
