@@ -39,7 +39,7 @@ def test_a_job_in_s3_is_interrupted_goes_on_and_ends_exactly_once(
 
     def results(output: str) -> list[dict[str, Any]]:
         s3.invalidate_cache()
-        parts = sorted(s3.glob(f"bucket/{output}-*.jsonl"))
+        parts = sorted(s3.glob(f"bucket/{output.removesuffix('.jsonl')}-*.jsonl"))
         assert len(parts) > 1
         return [json.loads(line) for part in parts for line in s3.cat_file(part).splitlines()]
 
