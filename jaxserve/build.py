@@ -32,6 +32,7 @@ from jaxserve.runner.sharding import ONE_DEVICE, Sharding, device_bytes
 from jaxserve.runner.sharding import make as make_sharding
 from jaxserve.text.tokenizer import Tokenizer, load_tokenizer
 from model_zoo import registry
+from model_zoo.parameters import with_int8
 from model_zoo.partition import kv_copies
 from model_zoo.weights import load_module, open_checkpoint
 from model_zoo.weights.fill import with_kv_copies
@@ -222,7 +223,8 @@ def plan(
     windows = stored.kv_layout.windows
     config = resolve(config, max_len, block_bytes, single=single, windows=windows)
     stored = family.config_from_hf(hf_config, dtype=dtype, max_len=config.model.max_len)
-    model_config = with_kv_copies(stored.served(config.model.max_len), copies)
+    served = with_kv_copies(stored.served(config.model.max_len), copies)
+    model_config = with_int8(served, config.model.quantize == "int8")
     module = nnx.eval_shape(lambda: family.module(model_config, nnx.Rngs(0)))
     weight_bytes = device_bytes(sharding.weights(nnx.split(module)[1]))
     return Plan(config, model_config, module, weight_bytes, block_bytes, sharding, copies)
@@ -282,7 +284,8 @@ def _load(checkpoint: Any, made: Plan, timer: "_Timer") -> Any:
     start = time.perf_counter()
     shardings = made.sharding.by_path(nnx.split(made.module)[1])
     dtype = made.config.model.dtype
-    module = load_module(checkpoint, dtype, shardings, kv_copies=made.kv_copies)
+    int8 = made.config.model.quantize == "int8"
+    module = load_module(checkpoint, dtype, shardings, kv_copies=made.kv_copies, int8=int8)
     weights = nnx.split(module)[1]
     timer.parts["weights"] = time.perf_counter() - start
     return weights

@@ -8,6 +8,7 @@ from jaxserve.preflight import target
 from jaxserve.runner.memory import GIB, HEADROOM
 from model_zoo import registry
 from model_zoo.checkpoint import Checkpoint
+from model_zoo.parameters import matrices, shapes, with_int8
 from pallas_kernels.ragged_paged_attention.api import kv_shape
 
 _BYTES = {"float32": 4, "bfloat16": 2}
@@ -35,7 +36,8 @@ def describe(checkpoint: Checkpoint) -> dict[str, Any]:
         reason = str(error).removeprefix(f"{checkpoint.path}: ")
         return facts | {"supported": False, "reason": reason} | stored | _raw(hf)
     facts |= {"supported": True, "dtypes": ", ".join(_BYTES)} | stored | _sizes(config)
-    facts |= {"rope": rope(hf), "kv_bytes_per_token": _kv_bytes(config)}
+    facts |= {"rope": rope(hf), "weight_bytes": _weight_bytes(config)}
+    facts |= {"kv_bytes_per_token": _kv_bytes(config)}
     if any(config.windows):
         facts |= {
             "kv_bytes_beyond_window": _kv_bytes(config, max(filter(None, config.windows)) + 1)
@@ -76,6 +78,19 @@ def _raw(hf: dict[str, Any]) -> dict[str, Any]:
     }
     found = {ours: hf[theirs] for ours, theirs in names.items() if theirs in hf}
     return found | {"rope": rope(hf)}
+
+
+def _weight_bytes(c: Any) -> dict[str, int]:
+    """As served in each type, and with model.quantize=int8 beside bfloat16."""
+    values = sum(map(math.prod, shapes(c).values()))
+    found = {name: values * size for name, size in _BYTES.items()}
+    if not c.moe:
+        made = with_int8(c, True)
+        found["int8"] = sum(
+            math.prod(shape) * (1 if path in matrices(made) else 4 if "scale" in path else 2)
+            for path, shape in shapes(made).items()
+        )
+    return found
 
 
 def _kv_bytes(c: Any, position: int = 1) -> dict[str, int]:
@@ -121,8 +136,6 @@ def fits(c: Any) -> dict[str, str]:
 
     Weights are split evenly; kv heads are split as far as they go, then repeated.
     """
-    from model_zoo.parameters import shapes
-
     size = _BYTES["bfloat16"]
     weights = size * sum(math.prod(shape) for shape in shapes(c).values())
     memory = {chip: target.chips()[chip]["hbm_gib"] * GIB for chip in _CHIPS}

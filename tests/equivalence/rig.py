@@ -69,6 +69,7 @@ class Rig:
         deterministic: bool = False,
         chunk_size: int = MAX_LEN,
         layers: str = "loop",
+        quantize: str = "none",
         window: int | None = None,
         max_len: int = MAX_LEN,
     ) -> None:
@@ -80,7 +81,9 @@ class Rig:
         write_folder(folder, hf, weights)
         write_tokenizer(folder)
         config = EngineConfig(
-            model=ModelConfig(name=str(folder), dtype="float32", max_len=max_len),
+            model=ModelConfig(
+                name=str(folder), dtype="float32", quantize=quantize, max_len=max_len
+            ),
             cache=CacheConfig(block_size=BLOCK, num_blocks=num_blocks),
             scheduler=SchedulerConfig(
                 token_budget=budgets[-1], max_seqs=max_seqs, chunk_size=chunk_size, watermark=0.0
@@ -96,7 +99,8 @@ class Rig:
         )
         self.assembly = assemble(config)
         self.runner, self.config = self.assembly.runner, self.assembly.config
-        self.reference = Reference(Dense(hf, weights, length=max_len, window=window))
+        served = weights if quantize == "none" else rounded_to_int8(weights)
+        self.reference = Reference(Dense(hf, served, length=max_len, window=window))
 
     def engine(self, **changes: dict[str, Any]) -> Engine:
         """A fresh engine on a cache full of NaN; `section={name: value}` changes its config.
@@ -127,6 +131,16 @@ class Rig:
         """Tokens equal those of the dense reference; logprobs are within the tolerance."""
         for answer in answers:
             self.reference.check(answer)
+
+
+def rounded_to_int8(weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Every matrix with 127 steps a row on either side of zero, float64 in between."""
+
+    def rounded(weight: np.ndarray) -> np.ndarray:
+        scale = np.abs(weight).max(axis=1, keepdims=True).astype(np.float64) / 127
+        return (np.round(weight / scale) * scale).astype(np.float32)
+
+    return {name: rounded(w) if w.ndim == 2 else w for name, w in weights.items()}
 
 
 class Poisoner:
