@@ -32,6 +32,7 @@ from jaxserve.runner.sharding import ONE_DEVICE, Sharding, device_bytes
 from jaxserve.runner.sharding import make as make_sharding
 from jaxserve.text.tokenizer import Tokenizer, load_tokenizer
 from model_zoo import registry
+from model_zoo.parameters import with_int8
 from model_zoo.partition import kv_copies
 from model_zoo.weights import load_module, open_checkpoint
 from model_zoo.weights.fill import with_kv_copies
@@ -111,7 +112,7 @@ def _assemble(
         timer.mark("prove")
     warmup.warm_up(runner)
     timer.mark("warm_up")
-    limits = ModelLimits(vocab_size, tokenizer.eos_ids)
+    limits = ModelLimits(vocab_size, tokenizer.eos_ids, made.model_config.kv_layout.windows)
     engine = Engine(config, runner, limits, on_step=on_step)
     facts = cost_facts(made)
     file = None if cache is None else cache.parent / "costs" / cost_table.file_name(facts)
@@ -128,7 +129,7 @@ def cost_facts(made: "Plan") -> dict[str, Any]:
         "architecture": hashlib.blake2b(repr(c).encode(), digest_size=12).hexdigest(),
         "device": f"{jax.device_count()} x {device.platform} {device.device_kind}",
         "cores": os.cpu_count() if device.platform == "cpu" else None,
-        "dtype": config.model.dtype,
+        "dtype": [config.model.dtype, config.cache.dtype],
         "versions": [jaxserve.__version__, jax.__version__, metadata.version("jaxlib")],
         "mesh": dataclasses.astuple(config.mesh),
         "buckets": [config.buckets.tokens, config.buckets.rows],
@@ -174,7 +175,7 @@ class Plan:
     model_config: Any  # the family's own
     module: Any  # abstract: shapes and types, no arrays
     weight_bytes: int
-    block_bytes: int  # KV of one block, all layers; both on one device
+    block_bytes: int  # KV of one block, in the layers of a group; both on one device
     sharding: Sharding = ONE_DEVICE
     kv_copies: int = 1  # of each kv head in the cache, see `partition.kv_copies`
 
@@ -213,14 +214,17 @@ def plan(
     family, stored = registry.configure(hf_config, dtype, max_len=asked, where=where)
     copies = kv_copies(stored.N, stored.K, config.mesh.tensor)
     max_len = stored.longest if asked else stored.max_position
+    stored = stored.served(asked or max_len)
     block_bytes = block_bytes_of(with_kv_copies(stored, copies), config)
     if pool_gib and not config.cache.memory_gib:
         cache = dataclasses.replace(config.cache, memory_gib=pool_gib)
         config = dataclasses.replace(config, cache=cache)
     single = platform == "cpu" and dtype == "float32"
-    config = resolve(config, max_len, block_bytes, single=single)
+    windows = stored.kv_layout.windows
+    config = resolve(config, max_len, block_bytes, single=single, windows=windows)
     stored = family.config_from_hf(hf_config, dtype=dtype, max_len=config.model.max_len)
-    model_config = with_kv_copies(stored, copies)
+    served = with_kv_copies(stored.served(config.model.max_len), copies)
+    model_config = with_int8(served, config.model.quantize == "int8")
     module = nnx.eval_shape(lambda: family.module(model_config, nnx.Rngs(0)))
     weight_bytes = device_bytes(sharding.weights(nnx.split(module)[1]))
     return Plan(config, model_config, module, weight_bytes, block_bytes, sharding, copies)
@@ -245,7 +249,7 @@ def with_dtypes(config: EngineConfig, platform: str) -> EngineConfig:
 def block_bytes_of(model_config: Any, config: EngineConfig) -> int:
     """Bytes of a block on one device."""
     c = model_config
-    shape = kv_shape(c.L, 1, config.cache.block_size, c.K // config.mesh.tensor, c.H)
+    shape = kv_shape(c.kv_layout.depth, 1, config.cache.block_size, c.K // config.mesh.tensor, c.H)
     return math.prod(shape) * jnp.dtype(config.cache.dtype).itemsize
 
 
@@ -259,7 +263,8 @@ def _pool_gib(config: EngineConfig, hf_config: dict[str, Any], sharding: Shardin
     first = plan(config, hf_config, sharding=sharding)
 
     def measure_scratch() -> int:
-        small = dataclasses.replace(config.cache, num_blocks=first.blocks_per_row)
+        few = first.blocks_per_row * first.model_config.kv_layout.num_groups
+        small = dataclasses.replace(config.cache, num_blocks=few)
         trial = dataclasses.replace(config, cache=small)
         step = plan(trial, hf_config, sharding=sharding).step()
         largest: dict[str, Any] = {}
@@ -279,7 +284,8 @@ def _load(checkpoint: Any, made: Plan, timer: "_Timer") -> Any:
     start = time.perf_counter()
     shardings = made.sharding.by_path(nnx.split(made.module)[1])
     dtype = made.config.model.dtype
-    module = load_module(checkpoint, dtype, shardings, kv_copies=made.kv_copies)
+    int8 = made.config.model.quantize == "int8"
+    module = load_module(checkpoint, dtype, shardings, kv_copies=made.kv_copies, int8=int8)
     weights = nnx.split(module)[1]
     timer.parts["weights"] = time.perf_counter() - start
     return weights

@@ -15,6 +15,7 @@ MODES = ("dynamic", "fixed", "time")
 POLICIES = ("fcfs", "priority", "round_robin", "shortest_first")
 KERNELS = ("auto", "xla")
 DTYPES = ("auto", "float32", "bfloat16")
+QUANTIZE = ("none", "int8")
 LAYERS = ("auto", "loop", "calls")
 _CLASS = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _PREFIX = re.compile(r"([A-Za-z_:][A-Za-z0-9_:]{0,63})?")
@@ -48,12 +49,14 @@ class ModelConfig:
     # A pinned name (the default, gemma3-270m), a folder, a .gguf file, an Orbax folder, a hub name.
     name: str = "smollm2-135m-instruct"
     dtype: str = "auto"  # auto | float32 | bfloat16; of weights and activations
+    quantize: str = "none"  # none | int8: the weights of matrices, one scale a row
     max_len: int = 0  # tokens of prompt and output together; 0: what the model was trained for
 
     def __post_init__(self) -> None:
         if type(self.name) is not str or not self.name:
             raise ValueError(f"model.name={self.name!r} must be a name or a path")
         _one_of("model.dtype", self.dtype, DTYPES)
+        _one_of("model.quantize", self.quantize, QUANTIZE)
         _whole("model.max_len", self.max_len, 0)
 
 
@@ -287,3 +290,9 @@ class EngineConfig:
     mesh: MeshConfig = MeshConfig()
     server: ServerConfig = ServerConfig()
     slo: SloConfig = SloConfig()
+
+    @property
+    def max_chunk(self) -> int:
+        """Most tokens that one request gets in a step."""
+        equal = self.scheduler.mode == "fixed" or self.runner.deterministic
+        return self.scheduler.chunk_size if equal else self.scheduler.token_budget

@@ -92,10 +92,10 @@ class Engine:
             identity=f"{config.model.name}|{config.model.dtype}",
             hit_blocks=rules.chunk_size // block_size if config.runner.deterministic else 1,
             windows=limits.windows,
-            max_chunk=rules.token_budget,
+            max_chunk=config.max_chunk,
         )
         self.scheduler = Scheduler(config, self.kv)
-        self._builder = BatchBuilder(config, self.kv.tables[0], limits.vocab_size)
+        self._builder = BatchBuilder(config, self.kv.tables, limits.vocab_size)
         self._prompts = PromptScores()
         self._followers: dict[Request, list[Request]] = {}  # of a first sample: the other ones
         self._num_followers = 0

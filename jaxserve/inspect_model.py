@@ -8,6 +8,7 @@ from jaxserve.preflight import target
 from jaxserve.runner.memory import GIB, HEADROOM
 from model_zoo import registry
 from model_zoo.checkpoint import Checkpoint
+from model_zoo.parameters import matrices, shapes, with_int8
 from pallas_kernels.ragged_paged_attention.api import kv_shape
 
 _BYTES = {"float32": 4, "bfloat16": 2}
@@ -35,7 +36,12 @@ def describe(checkpoint: Checkpoint) -> dict[str, Any]:
         reason = str(error).removeprefix(f"{checkpoint.path}: ")
         return facts | {"supported": False, "reason": reason} | stored | _raw(hf)
     facts |= {"supported": True, "dtypes": ", ".join(_BYTES)} | stored | _sizes(config)
-    facts |= {"rope": rope(hf), "kv_bytes_per_token": _kv_bytes(config)}
+    facts |= {"rope": rope(hf), "weight_bytes": _weight_bytes(config)}
+    facts |= {"kv_bytes_per_token": _kv_bytes(config)}
+    if any(config.windows):
+        facts |= {
+            "kv_bytes_beyond_window": _kv_bytes(config, max(filter(None, config.windows)) + 1)
+        }
     return facts | {"fits": fits(config)}
 
 
@@ -56,6 +62,7 @@ def _sizes(c: Any) -> dict[str, Any]:
     windows = [window for window in c.windows if window is not None]
     if windows:
         found |= {"window": windows[0], "window_layers": len(windows)}
+        found |= {"kv_groups": len(c.kv_layout.windows), "layers_of_a_group": c.kv_layout.depth}
     return found
 
 
@@ -73,9 +80,33 @@ def _raw(hf: dict[str, Any]) -> dict[str, Any]:
     return found | {"rope": rope(hf)}
 
 
-def _kv_bytes(c: Any) -> dict[str, int]:
-    values = math.prod(kv_shape(c.L, 1, 1, c.K, c.H))
+def _weight_bytes(c: Any) -> dict[str, int]:
+    """As served in each type, and with model.quantize=int8 beside bfloat16."""
+    values = sum(map(math.prod, shapes(c).values()))
+    found = {name: values * size for name, size in _BYTES.items()}
+    if not c.moe:
+        made = with_int8(c, True)
+        found["int8"] = sum(
+            math.prod(shape) * (1 if path in matrices(made) else 4 if "scale" in path else 2)
+            for path, shape in shapes(made).items()
+        )
+    return found
+
+
+def _kv_bytes(c: Any, position: int = 1) -> dict[str, int]:
+    """Of the token that lies `position` tokens before the end, itself included: groups of layers
+    whose window it has left hold nothing of it."""
+    seeing = sum(window is None or position <= window for window in c.kv_layout.windows)
+    values = seeing * math.prod(kv_shape(c.kv_layout.depth, 1, 1, c.K, c.H))
     return {name: values * size for name, size in _BYTES.items()}
+
+
+def _row_bytes(c: Any) -> int:
+    """KV of one request of full length in bfloat16."""
+    group = math.prod(kv_shape(c.kv_layout.depth, 1, 1, c.K, c.H)) * _BYTES["bfloat16"]
+    return group * sum(
+        min(window or c.max_position, c.max_position) for window in c.kv_layout.windows
+    )
 
 
 def rope(config: dict[str, Any]) -> dict[str, Any]:
@@ -101,12 +132,10 @@ def rope(config: dict[str, Any]) -> dict[str, Any]:
 
 def fits(c: Any) -> dict[str, str]:
     """For each kind of chip the fewest that hold the weights and one request of full length, in
-    bfloat16, and the tokens of KV that they have room for.
+    bfloat16, and the tokens of KV that they have room for in such requests.
 
     Weights are split evenly; kv heads are split as far as they go, then repeated.
     """
-    from model_zoo.parameters import shapes
-
     size = _BYTES["bfloat16"]
     weights = size * sum(math.prod(shape) for shape in shapes(c).values())
     memory = {chip: target.chips()[chip]["hbm_gib"] * GIB for chip in _CHIPS}
@@ -116,8 +145,8 @@ def fits(c: Any) -> dict[str, str]:
 def _fewest(c: Any, weights: int, memory: float) -> str:
     for chips in _SLICES:
         heads = -(-c.K // chips)  # on one chip
-        token = _kv_bytes(c)["bfloat16"] * heads // c.K
-        tokens = int((HEADROOM * memory - weights / chips) // token)
+        row = _row_bytes(c) * heads // c.K
+        tokens = int((HEADROOM * memory - weights / chips) * c.max_position // row)
         if tokens >= c.max_position:
             return f"{chips} chip{'s' if chips > 1 else ''}, {tokens:,} tokens of KV"
     return f"not on {_SLICES[-1]} chips"

@@ -8,11 +8,19 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from model_zoo import rope
+from model_zoo import int8, rope
 from model_zoo.decoder_config import DecoderConfig
 from model_zoo.experts import moe_mlp
-from model_zoo.layers import LayerFunction, Weights, gated_mlp, linear, rms_norm, run_layers
-from model_zoo.parameters import axes, joined, shapes
+from model_zoo.layers import (
+    LayerFunction,
+    Weights,
+    gated_mlp,
+    linear,
+    matmul,
+    rms_norm,
+    run_layers,
+)
+from model_zoo.parameters import axes, joined, matrices, shapes
 from model_zoo.partition import Kernels, kv_write, ragged_paged_attention, split
 from model_zoo.step_inputs import StepInputs
 
@@ -25,7 +33,8 @@ class Layers(nnx.Module):
 
 
 class Decoder(nnx.Module):
-    """Weights, matmul operands and KV have `config.dtype`, all else is float32.
+    """Weights, matmul operands and KV have `config.dtype`, all else is float32; with `config.int8`
+    matrices are int8 (see `int8`).
 
     With bfloat16 the float32 residual stream costs no time that can be measured and halves the
     divergence from the float32 model (SmolLM2: mean KL 0.00023 against 0.00049 nats a token).
@@ -33,6 +42,7 @@ class Decoder(nnx.Module):
     """
 
     embed: nnx.Param
+    embed_scale: nnx.Param  # where matrices are int8
     head: nnx.Param  # where it is not the embedding
     norm: nnx.Param
 
@@ -40,9 +50,8 @@ class Decoder(nnx.Module):
         self.config = config
         self.layers = Layers()
         names = axes(config)
-        for path, shape in shapes(config).items():
+        for path, value in _start(config, rngs).items():
             owner, name = (self.layers, path[7:]) if path.startswith("layers.") else (self, path)
-            value = _random(config, path, shape, rngs).astype(config.dtype)
             setattr(owner, name, nnx.Param(value, axes=names[path]))
 
     def forward(
@@ -60,6 +69,8 @@ class Decoder(nnx.Module):
         """What the first layer is given: f32[T, D]."""
         c = self.config
         hidden = self.embed[...][tokens].astype(jnp.float32)
+        if c.int8:
+            hidden = hidden * self.embed_scale[...][tokens][:, None]
         if c.embed_scale != 1.0:  # rounded to the dtype, as the models were trained
             hidden = hidden * jnp.asarray(c.embed_scale, c.dtype).astype(jnp.float32)
         return hidden
@@ -88,18 +99,26 @@ class Decoder(nnx.Module):
         turns = [rope.angles(one, x.positions) for one in c.ropes]
         real = jnp.arange(len(x.tokens)) < x.query_starts[-1]
         own, fixed = self._by_layer(turns)
+        if x.block_tables.ndim == 3:  # a table for each group of layers
+            layout = c.kv_layout
+            own["kv_group"] = np.array(layout.groups, np.int32)
+            own["kv_place"] = np.array(layout.places, np.int32)
 
         def layer(
             hidden: jax.Array, kv: Any, index: jax.Array, w: Weights
         ) -> tuple[jax.Array, Any]:
             w = fixed | w
             q, k, v = self._qkv(self._before(hidden, w, "norm1"), w)
-            kv = kv_write(kv, index, x.slots, k, v, kernels)
+            place, slots, tables = index, x.slots, x.block_tables
+            if "kv_group" in w:
+                place, group = w["kv_place"], w["kv_group"]
+                slots, tables = slots[group], tables[group]
+            kv = kv_write(kv, place, slots, k, v, kernels)
             mixed = ragged_paged_attention(
                 q,
                 kv,
-                index,
-                x.block_tables,
+                place,
+                tables,
                 x.query_starts,
                 x.kv_lens,
                 x.num_decodes,
@@ -109,7 +128,7 @@ class Decoder(nnx.Module):
                 scale=c.attention_scale,
                 implementation=kernels,
             )
-            mixed = linear(mixed.reshape(-1, c.N * c.H), w["out"], w.get("out_bias"))
+            mixed = linear(mixed.reshape(-1, c.N * c.H), w, "out")
             hidden = self._add(hidden, mixed, w, "post1")
             mixed = self._mlp(self._before(hidden, w, "norm2"), real, w)
             return self._add(hidden, mixed, w, "post2"), kv
@@ -119,9 +138,9 @@ class Decoder(nnx.Module):
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Logits f32[R, V] of hidden states [R, D]: last norm and head."""
         c = self.config
-        head = self.embed if c.tie else self.head
         hidden = rms_norm(hidden, self.norm[...], c.eps, c.norm_offset)
-        logits = jnp.einsum("rd,vd->rv", hidden, head[...], preferred_element_type=jnp.float32)
+        head, scale = (self.embed, "embed_scale") if c.tie else (self.head, "head_scale")
+        logits = matmul(hidden, head[...], getattr(self, scale)[...] if c.int8 else None)
         if c.logit_scale != 1.0:
             logits = logits * c.logit_scale
         return logits if c.logit_cap is None else c.logit_cap * jnp.tanh(logits / c.logit_cap)
@@ -147,7 +166,7 @@ class Decoder(nnx.Module):
     def _qkv(self, x: jax.Array, w: Weights) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Rotated q [T, N, H] and k [T, K, H], and v [T, K, H]."""
         c = self.config
-        qkv = linear(x, w["qkv"], w.get("qkv_bias"))
+        qkv = linear(x, w, "qkv")
         q, k, v = split(qkv, "qkv", joined(c)["qkv"])
         if c.qk_norm == "all":
             q, k = self._norm(q, w["q_norm"]), self._norm(k, w["k_norm"])
@@ -177,6 +196,17 @@ class Decoder(nnx.Module):
         if name in w:
             new = rms_norm(new, w[name].astype(jnp.float32), c.eps, c.norm_offset)
         return hidden + (new if c.residual_scale == 1.0 else new * c.residual_scale)
+
+
+def _start(c: DecoderConfig, rngs: nnx.Rngs) -> dict[str, jax.Array]:
+    """A random model."""
+    values: dict[str, jax.Array] = {}
+    for path, shape in shapes(c).items():
+        if path in matrices(c):
+            values[path], values[f"{path}_scale"] = int8.quantize(_random(c, path, shape, rngs))
+        elif path not in values:
+            values[path] = _random(c, path, shape, rngs).astype(c.dtype)
+    return values
 
 
 def _random(c: DecoderConfig, path: str, shape: tuple[int, ...], rngs: nnx.Rngs) -> jax.Array:

@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Literal
 
+from model_zoo.kv_layout import KVLayout, kv_layout
 from model_zoo.rope import Rope
 
 Activation = Literal["silu", "gelu_tanh"]
@@ -52,3 +53,15 @@ class DecoderConfig:
     max_position: int = 2048  # tokens the model was trained for
     longest: int = 2048  # tokens it can be served for when the config asks; see `rope.longest`
     dtype: str = "float32"
+    int8: bool = False  # matrices are int8 with a scale a row; without experts
+
+    @property
+    def kv_layout(self) -> KVLayout:
+        """Groups of layers with a block table each, and where the KV of each layer lies."""
+        return kv_layout(self.L, self.windows)
+
+    def served(self, max_len: int) -> "DecoderConfig":
+        """As it is for requests of at most `max_len` tokens: a window that holds them all is
+        none."""
+        windows = tuple(w if w is not None and w < max_len else None for w in self.windows)
+        return dataclasses.replace(self, windows=windows if any(windows) else ())

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from model_zoo.decoder_config import Moe
-from model_zoo.layers import Weights, linear
+from model_zoo.layers import Weights, matmul
 from model_zoo.partition import split
 
 _TILE = 32  # rows of one expert that share one matmul on a CPU
@@ -22,7 +22,7 @@ def route(x: jax.Array, router: jax.Array, moe: Moe) -> tuple[jax.Array, jax.Arr
 
     Softmax over all experts, then the best k (Switch and GShard order, arXiv 2101.03961).
     """
-    weights, chosen = jax.lax.top_k(jax.nn.softmax(linear(x, router), axis=-1), moe.top_k)
+    weights, chosen = jax.lax.top_k(jax.nn.softmax(matmul(x, router), axis=-1), moe.top_k)
     if moe.normalise:
         weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
     return weights, chosen
@@ -83,7 +83,7 @@ def by_tiles(x: jax.Array, weight: jax.Array, sizes: jax.Array) -> jax.Array:
         before = index - tile_ends[group] + tiles[group]  # tiles of the group before this one
         start = ends[group] - sizes[group] + before * size
         tile = jax.lax.dynamic_slice_in_dim(rows, start, size)
-        result = linear(tile, weight[group])
+        result = matmul(tile, weight[group])
         old = jax.lax.dynamic_slice_in_dim(out, start, size)  # what lies past the group's end
         inside = (start + jnp.arange(size) < ends[group])[:, None]
         result = jnp.where(inside, result, old)

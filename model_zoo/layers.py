@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from model_zoo import int8
 from model_zoo.partition import constrain, split
 
 Weights = dict[str, Any]
@@ -23,24 +24,29 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float, offset: float = 0.0) -
     return (x * (factor + offset if offset else factor)).astype(weight.dtype)
 
 
-def linear(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
-    """x [T, in] times weight [out, in], float32.
+def matmul(x: jax.Array, weight: jax.Array, scale: jax.Array | None = None) -> jax.Array:
+    """x [T, in] times weight [out, in], float32; with a scale the weight is int8 (see `int8`).
 
     Checkpoints have weights this way, and so have the faster matmuls of few rows on a CPU.
     """
-    y = jnp.einsum("ti,oi->to", x, weight, preferred_element_type=jnp.float32)
-    if bias is not None:
-        y = y + bias.astype(jnp.float32)
-    return y
+    if scale is not None:
+        return int8.matmul(x, weight, scale)
+    return jnp.einsum("ti,oi->to", x, weight, preferred_element_type=jnp.float32)
+
+
+def linear(x: jax.Array, w: Weights, name: str) -> jax.Array:
+    """`matmul` with the weight of that name, plus its bias where there is one."""
+    y, bias = matmul(x, w[name], w.get(f"{name}_scale")), w.get(f"{name}_bias")
+    return y if bias is None else y + bias.astype(jnp.float32)
 
 
 def gated_mlp(
     x: jax.Array, w: Weights, activation: Callable[[jax.Array], jax.Array] = jax.nn.silu
 ) -> jax.Array:
     """down(activation(gate(x)) * up(x)) in float32 (arXiv 2002.05202); gate, up are one weight."""
-    gate, up = split(linear(x, w["gate_up"], w.get("gate_up_bias")), "gate_up")
+    gate, up = split(linear(x, w, "gate_up"), "gate_up")
     gated = activation(gate) * up
-    return linear(gated.astype(x.dtype), w["down"], w.get("down_bias"))
+    return linear(gated.astype(x.dtype), w, "down")
 
 
 def run_layers(

@@ -1,5 +1,7 @@
 """Every parameter of a decoder: its shape, and the logical axes that sharding rules speak of."""
 
+import dataclasses
+
 from model_zoo.decoder_config import DecoderConfig
 
 # "qkv" holds the heads of q, then of k, then of v; "gate_up" the gate, then up: see `joined`.
@@ -21,6 +23,9 @@ AXES: dict[str, tuple[str, ...]] = {
     "layers.down_bias": ("layers", "embed"),
     "layers.router": ("layers", "experts", "embed"),
 }
+_MATRICES = frozenset(
+    ("embed", "head", "layers.qkv", "layers.out", "layers.gate_up", "layers.down")
+)
 _HEAD_NORM = {f"layers.{name}": ("layers", "head_dim") for name in ("q_norm", "k_norm")}
 _ALL_NORM = {"layers.q_norm": ("layers", "heads"), "layers.k_norm": ("layers", "kv_heads")}
 _EXPERTS = {
@@ -60,10 +65,26 @@ def shapes(c: DecoderConfig) -> dict[str, tuple[int, ...]]:
     if c.qk_norm != "none":
         widths = (c.H, c.H) if c.qk_norm == "head" else (heads, c.K * c.H)
         layer |= {"q_norm": widths[:1], "k_norm": widths[1:]}
-    return found | {f"layers.{name}": (c.L, *shape) for name, shape in layer.items()}
+    found |= {f"layers.{name}": (c.L, *shape) for name, shape in layer.items()}
+    return found | {f"{path}_scale": found[path][:-1] for path in found if path in matrices(c)}
+
+
+def matrices(c: DecoderConfig) -> frozenset[str]:
+    """Dotted paths of the parameters that are int8; each has scales, `PATH_scale`, one a row."""
+    return _MATRICES if c.int8 else frozenset()
 
 
 def axes(c: DecoderConfig) -> dict[str, tuple[str, ...]]:
     """The logical axes of every parameter by dotted path."""
     names = AXES | (_ALL_NORM if c.qk_norm == "all" else _HEAD_NORM) | (_EXPERTS if c.moe else {})
+    names |= {f"{path}_scale": names[path][:-1] for path in matrices(c)}
     return {path: names[path] for path in shapes(c)}
+
+
+def with_int8(c: DecoderConfig, int8: bool) -> DecoderConfig:
+    """The config in which matrices are int8; ValueError for a mixture of experts."""
+    if int8 and c.moe:
+        raise ValueError(
+            "model.quantize=int8 is not for mixtures of experts; leave it at model.quantize=none"
+        )
+    return dataclasses.replace(c, int8=True) if int8 else c

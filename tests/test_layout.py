@@ -21,7 +21,7 @@ ALLOWED = {
     "jaxserve.metrics": HOST,
     "jaxserve.kv": HOST,
     "jaxserve.scheduler": HOST | {"jaxserve.kv", "jaxserve.batch.buckets"},
-    "jaxserve.batch": HOST | {"jaxserve.scheduler", "model_zoo.step_inputs"},
+    "jaxserve.batch": HOST | {"jaxserve.kv", "jaxserve.scheduler", "model_zoo.step_inputs"},
     "jaxserve.engine": HOST
     | {"jaxserve.scheduler", "jaxserve.kv", "jaxserve.batch", "jaxserve.metrics"},
     "jaxserve.text": HOST | {"model_zoo.gguf_header"},

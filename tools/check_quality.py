@@ -1,11 +1,11 @@
-"""Is a data type good enough to serve with?  One model twice, in float32 and in the other type.
+"""Is a data type good enough to serve with?  One model twice, in float32 and in the type to judge.
 
-    python -m tools.check_quality [--dtype bfloat16] [--model M] [--json]
+    python -m tools.check_quality [--dtype bfloat16] [--quantize int8] [--model M] [--json]
 
 Both run the engine's own programs over the same tokens: 20 committed texts (prose, chat, code,
-data, other scripts), each followed by the float32 model's own greedy answer, and all texts as one
-document, whose context is long and crosses chunk borders.  At every position the whole
-distributions over the vocabulary are compared.  Exit code 0: within LIMITS.  1: not.  2: the model
+data, other scripts), each followed by the float32 model's own greedy answer, and one document of
+2,800 tokens, which crosses chunk borders and windows.  At every position the whole distributions
+over the vocabulary are compared.  Exit code 0: within LIMITS.  1: not.  2: the model
 cannot be loaded.
 """
 
@@ -24,6 +24,7 @@ from rich.table import Table
 from jaxserve.batch.step import Batch, StepResult
 from jaxserve.build import Assembly, assemble
 from jaxserve.config import (
+    QUANTIZE,
     CacheConfig,
     EngineConfig,
     ModelConfig,
@@ -47,7 +48,8 @@ class Figures:
     mean_kl: float  # KL(float32 || other)
     p999_kl: float
     max_kl: float
-    perplexity_ratio: float  # other / float32, of the tokens that stand there
+    perplexity: float  # of the other model, of the tokens that stand there
+    perplexity_ratio: float  # other / float32
     rms_dp: float  # root mean square of the change of the standing token's probability
     agreement: float  # share of positions at which both would choose the same token
     widest_flip: float  # largest lead of the float32 choice (in logits) that was overturned
@@ -107,6 +109,7 @@ class Comparison:
             mean_kl=float(kl.mean()),
             p999_kl=float(np.quantile(kl, 0.999)),
             max_kl=float(kl.max()),
+            perplexity=math.exp(other_nll.mean()),
             perplexity_ratio=math.exp(other_nll.mean() - nll.mean()),
             rms_dp=float(np.sqrt(np.mean((np.exp(-other_nll) - np.exp(-nll)) ** 2))),
             agreement=float(same.mean()),
@@ -145,7 +148,8 @@ class Subject:
     def __init__(self, assembly: Assembly) -> None:
         self.tokenizer = assembly.tokenizer
         self._runner = _Recorder(assembly.runner)
-        limits = ModelLimits(assembly.runner.step.vocab_size, frozenset())
+        windows = assembly.engine.limits.windows
+        limits = ModelLimits(assembly.runner.step.vocab_size, frozenset(), windows)
         self._engine = Engine(assembly.config, self._runner, limits)
 
     def answer(self, prompts: Sequence[Sequence[int]], length: int) -> list[list[int]]:
@@ -190,7 +194,8 @@ class _Recorder:
         handle = self._runner.dispatch(batch)
         for score in batch.scores:
             head = self._runner.manifest.get("head", len(score.targets))
-            logits = head(self._runner.weights, self._runner.state.hidden, score.token_index)
+            weights = self._runner.step.head_weights(self._runner.weights)
+            logits = head(weights, self._runner.state.hidden, score.token_index)
             real = score.token_index < batch.token_bucket
             self.logits.append(np.asarray(logits)[real, : self._runner.step.vocab_size])
         return handle
@@ -200,10 +205,15 @@ class _Recorder:
 
 
 def measure(
-    reference: Subject, other: Subject, texts: Sequence[Sequence[int]], *, length: int
+    reference: Subject,
+    other: Subject,
+    texts: Sequence[Sequence[int]],
+    document: Sequence[int],
+    *,
+    length: int,
 ) -> dict[str, Figures]:
-    """Figures for the texts, for the reference's greedy answers to them, for all texts as one
-    document, and for everything.
+    """Figures for the texts, for the reference's greedy answers to them, for the document, and for
+    everything.
     """
     parts = {"texts": Comparison(), "answers": Comparison(), "document": Comparison()}
     answers = reference.answer(texts, length)
@@ -213,7 +223,6 @@ def measure(
         border = len(text) - 1
         parts["texts"].add(both[0][:border], both[1][:border], tokens[1 : len(text)])
         parts["answers"].add(both[0][border:], both[1][border:], answer)
-    document = [token for text in texts for token in text]
     parts["document"].add(reference.logits(document), other.logits(document), document[1:])
     everything = Comparison()
     for part in parts.values():
@@ -221,11 +230,11 @@ def measure(
     return {name: part.figures() for name, part in (parts | {"all": everything}).items()}
 
 
-def load(model: str, dtype: str) -> Assembly:
+def load(model: str, dtype: str, quantize: str = "none") -> Assembly:
     """The model as it is served by default, but for what this check never uses."""
     return assemble(
         EngineConfig(
-            model=ModelConfig(name=model, dtype=dtype),
+            model=ModelConfig(name=model, dtype=dtype, quantize=quantize),
             cache=CacheConfig(memory_gib=0.5, prefix_caching=False),
             scheduler=SchedulerConfig(max_seqs=32),
             sampling=SamplingConfig(random=False, penalties=False),
@@ -234,14 +243,17 @@ def load(model: str, dtype: str) -> Assembly:
     )
 
 
-def check(model: str, dtype: str, *, length: int = ANSWER_TOKENS) -> dict[str, Figures]:
-    """`measure` on the committed texts; a model in float32 and in `dtype`."""
-    made = [load(model, name) for name in ("float32", dtype)]
+def check(
+    model: str, dtype: str, quantize: str = "none", *, length: int = ANSWER_TOKENS
+) -> dict[str, Figures]:
+    """`measure` on the committed texts; a model in float32, and in `dtype` and `quantize`."""
+    made = [load(model, "float32"), load(model, dtype, quantize)]
     try:
         reference, other = (Subject(assembly) for assembly in made)
         prompts = files.real_prompts().values()
         texts = [reference.tokenizer.encode(prompt.text) for prompt in prompts]
-        return measure(reference, other, texts, length=length)
+        document = reference.tokenizer.encode(files.long_text())
+        return measure(reference, other, texts, document, length=length)
     finally:
         for assembly in made:
             assembly.close()
@@ -251,27 +263,29 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", default=ModelConfig().name, help="a name or a path")
     parser.add_argument("--dtype", default="bfloat16", help="the type to judge")
+    parser.add_argument("--quantize", default="none", choices=QUANTIZE, help="its weights")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     args = parser.parse_args()
     try:
-        found = check(args.model, args.dtype)
+        found = check(args.model, args.dtype, args.quantize)
     except (ValueError, OSError) as error:
         print(f"check_quality: {error}", file=sys.stderr)
         return 2
     wrong = failures(found["all"])
+    name = args.dtype if args.quantize == "none" else f"{args.dtype} with {args.quantize} weights"
     if args.json:
         figures = {name: dataclasses.asdict(part) for name, part in found.items()}
-        print(json.dumps({"dtype": args.dtype, "failures": wrong, "figures": figures}))
+        print(json.dumps({"judged": name, "failures": wrong, "figures": figures}))
     else:
-        Console().print(_table(found, args.dtype))
-        print("\n".join(wrong) or f"{args.dtype} is within the limits")
+        Console().print(_table(found, name))
+        print("\n".join(wrong) or f"{name} is within the limits")
     return 1 if wrong else 0
 
 
-def _table(found: dict[str, Figures], dtype: str) -> Table:
+def _table(found: dict[str, Figures], judged: str) -> Table:
     limits = dataclasses.asdict(LIMITS)
     limits["perplexity_ratio"] = f"1 ± {limits.pop('perplexity'):g}"
-    table = Table(*("", *found, "limit"), title=f"{dtype} against float32")
+    table = Table(*("", *found, "limit"), title=f"{judged} against float32")
     for field in dataclasses.fields(Figures):
         values = [getattr(part, field.name) for part in found.values()]
         sign = "≥ " if field.name == "agreement" else "≤ "

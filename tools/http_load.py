@@ -15,7 +15,7 @@ import dataclasses
 import random
 import sys
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -36,6 +36,7 @@ class Figures:
     seconds: float = 0.0
     requests: int = 0
     hung_up: int = 0
+    refused: int = 0  # with 503, and asked again
     tokens: int = 0
     ttft: list[float] = dataclasses.field(default_factory=list)
     gaps: list[float] = dataclasses.field(default_factory=list)
@@ -45,6 +46,7 @@ class Figures:
         return {
             "requests": self.requests,
             "hung_up": self.hung_up,
+            "refused": self.refused,
             "output_tokens": self.tokens,
             "wall_s": round(self.seconds, 3),
             "output_tokens_per_s": round(self.tokens / self.seconds, 1),
@@ -52,6 +54,10 @@ class Figures:
             "itl_ms": _percentiles(self.gaps, 1e3),
             "wrong": self.wrong[:20],
         }
+
+
+class Refused(Exception):
+    """The server has too much to do."""
 
 
 class Client:
@@ -74,7 +80,9 @@ class Client:
         if "content-length: " in answer:
             size = int(answer.partition("content-length: ")[2].split("\r\n")[0])
             text = await self._reader.readexactly(size)
-            if " 200 " not in answer.split("\r\n")[0] + " ":
+            if " 503 " in answer[:20]:
+                raise Refused
+            if " 200 " not in answer[:20]:
                 raise RuntimeError(f"{answer.splitlines()[0]}: {text[:300]!r}")
             yield msgspec.json.decode(text)
             return
@@ -108,6 +116,15 @@ class Stream:
         self._body = {**body, "ignore_eos": True, "return_token_ids": True}
         self._figures = figures
         self._expected: tuple[list[int], str] | None = None
+
+    async def patiently(self, ask: Callable[[], Awaitable[None]]) -> None:
+        """Asks until the server takes it."""
+        while True:
+            try:
+                return await ask()
+            except Refused:
+                self._figures.refused += 1
+                await asyncio.sleep(1)
 
     async def first(self) -> None:
         """What it must get ever after."""
@@ -150,14 +167,15 @@ async def load(url: str, streams: int, seconds: float, max_tokens: int, leaving:
         for i in range(streams)
     ]
     clients = [Stream(url, body, figures) for body in bodies]
-    await asyncio.gather(*(client.first() for client in clients))
+    await asyncio.gather(*(client.patiently(client.first) for client in clients))
     draw = random.Random(1)
     begun = time.perf_counter()
 
     async def again_and_again(client: Stream) -> None:
         while time.perf_counter() < begun + seconds:
             leaves = draw.random() < leaving
-            await client.ask(draw.randrange(1, max_tokens) if leaves else None)
+            after = draw.randrange(1, max_tokens) if leaves else None
+            await client.patiently(lambda after=after: client.ask(after))
 
     await asyncio.gather(*map(again_and_again, clients))
     figures.seconds = time.perf_counter() - begun

@@ -3,13 +3,16 @@
     python3.11 -m venv ref && ref/bin/pip install torch==2.13.0 transformers==5.24.0 gguf==0.19.0
     PYTHONPATH=. ref/bin/python tools/make_references.py tiny
     PYTHONPATH=. ref/bin/python tools/make_references.py real --gguf SmolLM2-135M-Instruct.Q4_1.gguf
+    PYTHONPATH=. ref/bin/python tools/make_references.py real --gguf gemma3-270m.gguf
+    PYTHONPATH=. ref/bin/python tools/make_references.py long --gguf A.gguf B.gguf
     PYTHONPATH=. ref/bin/python tools/make_references.py golden --bench FOLDER
 
 `tiny`: logits and greedy ids of the random models in tests/reference/tiny.py.  `real`:
-log-probabilities of prompts and 64 greedy ids from the weights of the default model, dequantised
-and un-permuted here, independently of the product's loader.  `golden`: the benchmark's W1 and W4
-workloads with the outputs on which transformers and vLLM agree. Each file names the versions that
-made it.
+log-probabilities of prompts and 64 greedy ids from the weights of a model that can be fetched by
+name, dequantised and put in order by reference_weights.py, independently of the product's loader.
+`long`: log-probabilities of long_text.txt, of both such models.  `golden`: the benchmark's W1 and
+W4 workloads with the outputs on which transformers and vLLM agree. Each file names the versions
+that made it.
 """
 
 import argparse
@@ -23,6 +26,7 @@ from typing import Any
 import numpy as np
 
 from tests.reference import tiny
+from tools.reference_weights import read_gguf
 
 FOLDER = Path(__file__).parents[1] / "tests" / "reference"
 NUM_GREEDY = 64
@@ -35,6 +39,9 @@ def main() -> None:
     real = commands.add_parser("real")
     real.add_argument("--gguf", required=True, type=Path)
     real.set_defaults(run=lambda args: make_real(args.gguf))
+    long = commands.add_parser("long")
+    long.add_argument("--gguf", required=True, type=Path, nargs="+")
+    long.set_defaults(run=lambda args: make_long(args.gguf))
     golden = commands.add_parser("golden")
     golden.add_argument("--bench", required=True, type=Path)
     golden.set_defaults(run=lambda args: make_golden(args.bench))
@@ -76,7 +83,7 @@ def make_tiny() -> None:
 
 def make_real(gguf_path: Path) -> None:
     """real.json: ids and greedy ids; real.npz: per prompt the chosen log-probabilities and the
-    greedy steps' gaps.
+    greedy steps' gaps.  Of Gemma 3: real_gemma3.
     """
     config, weights = read_gguf(gguf_path)
     model = build(config, weights)
@@ -89,10 +96,30 @@ def make_real(gguf_path: Path) -> None:
         arrays[f"{name}.logprobs"] = chosen_logprobs(logits, ids)
         arrays[f"{name}.gaps"] = np.asarray(gaps, np.float32)
         prompts[name] = {"ids": ids, "greedy": greedy}
-    np.savez_compressed(FOLDER / "real.npz", **arrays)
-    source = {"file": gguf_path.name, "sha256": hashlib.sha256(gguf_path.read_bytes()).hexdigest()}
-    header = {"versions": versions(), "source": source, "config": config}
-    write_json(FOLDER / "real.json", header | {"prompts": prompts})
+    stem = {"llama": "real", "gemma3_text": "real_gemma3"}[config["model_type"]]
+    np.savez_compressed(FOLDER / f"{stem}.npz", **arrays)
+    header = {"versions": versions(), "source": source_of(gguf_path), "config": config}
+    write_json(FOLDER / f"{stem}.json", header | {"prompts": prompts})
+
+
+def make_long(gguf_paths: list[Path]) -> None:
+    """long.json and long.npz: by model_type the ids of long_text.txt and what each is given."""
+    text = (FOLDER / "long_text.txt").read_text()
+    arrays, models = {}, {}
+    for path in gguf_paths:
+        config, weights = read_gguf(path)
+        ids = load_encoder(path)(text)
+        logprobs = chosen_logprobs(forward(build(config, weights), ids), ids)
+        arrays[config["model_type"]] = logprobs
+        perplexity = float(np.exp(-logprobs[1:].mean(dtype=np.float64)))
+        found = {"source": source_of(path), "perplexity": perplexity, "ids": ids}
+        models[config["model_type"]] = found
+    np.savez_compressed(FOLDER / "long.npz", **arrays)
+    write_json(FOLDER / "long.json", {"versions": versions(), "models": models})
+
+
+def source_of(path: Path) -> dict[str, str]:
+    return {"file": path.name, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
 
 
 def make_golden(bench: Path) -> None:
@@ -140,10 +167,11 @@ def forward(model: Any, ids: list[int]) -> np.ndarray:
 
 def chosen_logprobs(logits: np.ndarray, ids: list[int]) -> np.ndarray:
     """f32[T]: entry i is log p(ids[i] | ids[:i]); entry 0 is 0 and means nothing."""
-    shifted = logits.astype(np.float64) - logits.max(axis=-1, keepdims=True)
-    logprobs = shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
-    chosen = logprobs[np.arange(len(ids) - 1), ids[1:]]
-    return np.concatenate(([0.0], chosen)).astype(np.float32)
+    chosen = [0.0]
+    for row, token in zip(logits[:-1], ids[1:], strict=True):  # in float64 a row at a time
+        shifted = row.astype(np.float64) - row.max()
+        chosen.append(shifted[token] - np.log(np.exp(shifted).sum()))
+    return np.asarray(chosen, np.float32)
 
 
 def gap(logits: np.ndarray) -> float:
@@ -178,71 +206,6 @@ def greedy_with_cache(model: Any, prompt: list[int], count: int) -> tuple[list[i
             ids.append(int(last.argmax()))
             fed = ids[-1:]
     return ids, gaps
-
-
-def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """The config and the dequantised float32 weights of a llama GGUF, under their Hugging Face
-    names.
-    """
-    import gguf
-
-    reader = gguf.GGUFReader(path)
-
-    def value(key: str) -> Any:
-        return reader.fields[f"llama.{key}"].contents()
-
-    config = {
-        "model_type": "llama",
-        "hidden_size": value("embedding_length"),
-        "intermediate_size": value("feed_forward_length"),
-        "num_hidden_layers": value("block_count"),
-        "num_attention_heads": value("attention.head_count"),
-        "num_key_value_heads": value("attention.head_count_kv"),
-        "max_position_embeddings": value("context_length"),
-        "rms_norm_eps": round(value("attention.layer_norm_rms_epsilon"), 12),
-        "rope_theta": value("rope.freq_base"),
-        "tie_word_embeddings": True,
-    }
-    weights = {}
-    for tensor in reader.tensors:
-        array = np.asarray(gguf.dequantize(tensor.data, tensor.tensor_type), np.float32)
-        if tensor.name.endswith("attn_q.weight"):
-            array = unpermute(array, config["num_attention_heads"])
-        elif tensor.name.endswith("attn_k.weight"):
-            array = unpermute(array, config["num_key_value_heads"])
-        weights[hf_name(tensor.name)] = array
-    config["vocab_size"] = len(weights["model.embed_tokens.weight"])
-    return config, weights
-
-
-def unpermute(weight: np.ndarray, heads: int) -> np.ndarray:
-    """GGUF keeps the rotary pair (i, i + H / 2) of a head in rows 2i and 2i + 1; put them back."""
-    head_dim = weight.shape[0] // heads
-    by_head = weight.reshape(heads, head_dim, -1)
-    return np.concatenate((by_head[:, 0::2], by_head[:, 1::2]), axis=1).reshape(weight.shape)
-
-
-def hf_name(name: str) -> str:
-    """blk.3.attn_q.weight -> model.layers.3.self_attn.q_proj.weight"""
-    parts = {
-        "attn_q": "self_attn.q_proj",
-        "attn_k": "self_attn.k_proj",
-        "attn_v": "self_attn.v_proj",
-        "attn_output": "self_attn.o_proj",
-        "ffn_gate": "mlp.gate_proj",
-        "ffn_up": "mlp.up_proj",
-        "ffn_down": "mlp.down_proj",
-        "attn_norm": "input_layernorm",
-        "ffn_norm": "post_attention_layernorm",
-    }
-    top = {
-        "token_embd.weight": "model.embed_tokens.weight",
-        "output_norm.weight": "model.norm.weight",
-    }
-    if name in top:
-        return top[name]
-    _, layer, part, kind = name.split(".")
-    return f"model.layers.{layer}.{parts[part]}.{kind}"
 
 
 def load_encoder(path: Path) -> Any:

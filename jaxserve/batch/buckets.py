@@ -4,6 +4,7 @@ import dataclasses
 import math
 
 from jaxserve.config import BucketConfig, EngineConfig, SchedulerConfig
+from jaxserve.kv.groups import FULL, Windows, row_blocks
 
 SMALLEST = 8  # tokens or rows; a bfloat16 product of one row takes 14 times as long as one of eight
 DEFAULT_MEMORY_GIB = 2.0  # KV pool where nothing is configured and nothing was measured
@@ -43,14 +44,20 @@ def row_buckets(
 
 
 def resolve(
-    config: EngineConfig, model_max_len: int, kv_bytes_per_block: int, *, single: bool = False
+    config: EngineConfig,
+    model_max_len: int,
+    kv_bytes_per_block: int,
+    *,
+    single: bool = False,
+    windows: Windows = FULL,
 ) -> EngineConfig:
     """A config in which nothing is left to derive.
 
     `model_max_len`: tokens the model was trained for.  `kv_bytes_per_block`: KV of
-    `cache.block_size` tokens.  `single`: a program of one token or row is much faster than one of
-    eight.  `max_seqs` is cut to the budget, so that every running request can get a token in every
-    step.  Raises ValueError for settings that contradict each other.
+    `cache.block_size` tokens in one group of layers; `windows`: of all groups (`kv.groups`).
+    `single`: a program of one token or row is much faster than one of eight.  `max_seqs` is cut to
+    the budget, so that every running request can get a token in every step.  Raises ValueError for
+    settings that contradict each other.
     """
     block_size = config.cache.block_size
     max_len = config.model.max_len or model_max_len
@@ -60,17 +67,23 @@ def resolve(
             f"for; lower it, or leave it at 0"
         )
     rules = _resolve_rules(config, max_len)
-    blocks_per_row = -(-max_len // block_size)
-    num_blocks = config.cache.num_blocks
+    max_chunk = dataclasses.replace(config, scheduler=rules).max_chunk
+    num_blocks, groups = config.cache.num_blocks, len(windows)
     if not num_blocks:
         memory = config.cache.memory_gib or DEFAULT_MEMORY_GIB
         # More than twice what all rows can hold would only lengthen the memory of the prefix cache.
-        most = 2 * rules.max_seqs * blocks_per_row
-        num_blocks = min(int(memory * GIB) // kv_bytes_per_block, most)
-        if not num_blocks:
+        row = row_blocks(windows, max_len, block_size, max_chunk)
+        num_blocks = min(int(memory * GIB) // kv_bytes_per_block, 2 * rules.max_seqs * row)
+        if num_blocks < groups:
             raise ValueError(
-                f"cache.memory_gib={memory} holds no block of {kv_bytes_per_block} bytes; raise it"
+                f"cache.memory_gib={memory} holds {num_blocks or 'no'} block of "
+                f"{kv_bytes_per_block} bytes; {groups} are the least; raise it"
             )
+    elif num_blocks < groups:
+        raise ValueError(
+            f"cache.num_blocks={num_blocks}: this model has {groups} groups of layers, and a token "
+            f"takes a block in each; raise it"
+        )
     if config.runner.deterministic:
         buckets = BucketConfig(tokens=(rules.token_budget,), rows=(rules.max_seqs,))
     else:

@@ -30,17 +30,19 @@ class _Rows(NamedTuple):
 
 
 class BatchBuilder:
-    """`config` is resolved; `tables` i32[seats, P] are the block tables by seat, kept by the KV
-    manager and only read here; `vocab_size` V."""
+    """`config` is resolved; `tables` i32[G, seats, P] are the block tables of each group of layers
+    by seat, kept by the KV manager and only read here; `vocab_size` V."""
 
     def __init__(self, config: EngineConfig, tables: Ints, vocab_size: int) -> None:
-        self._tables = tables
+        groups, rows, blocks = tables.shape
+        self._tables = tables if groups > 1 else tables[0]
         self._block_size = config.cache.block_size
         self._num_slots = config.cache.num_blocks * config.cache.block_size
         self._row_buckets = config.buckets.rows
-        rows, blocks = tables.shape
         self._rows = rows
-        self._shapes = {size: step_shapes(size, rows, blocks) for size in config.buckets.tokens}
+        self._shapes = {
+            size: step_shapes(size, rows, blocks, groups) for size in config.buckets.tokens
+        }
         pinned = None
         if config.runner.deterministic:  # which program samples a row must not depend on others
             pinned = SAMPLERS[2 if config.sampling.penalties else int(config.sampling.random)]
@@ -77,7 +79,7 @@ class BatchBuilder:
         seats, starts, counts, ends = of.seats, of.starts, of.counts, of.ends
         rows, total, singles = len(seats), plan.num_tokens, plan.num_singles
         width = -(-int(ends.max()) // self._block_size)
-        inputs.block_tables[:rows, :width] = self._tables[seats, :width]
+        inputs.block_tables[..., :rows, :width] = self._tables[..., seats, :width]
         inputs.kv_lens[:rows] = ends
         np.cumsum(counts, out=inputs.query_starts[1 : rows + 1])
         inputs.query_starts[rows + 1 :] = total
@@ -89,9 +91,9 @@ class BatchBuilder:
             first = np.repeat(starts - inputs.query_starts[:rows], counts)
             positions = first + np.arange(total, dtype=np.int32)
         inputs.positions[:total] = positions
-        blocks = self._tables[row_of, positions // self._block_size]
-        inputs.slots[:total] = blocks * self._block_size + positions % self._block_size
-        inputs.slots[total:] = self._num_slots
+        blocks = self._tables[..., row_of, positions // self._block_size]
+        inputs.slots[..., :total] = blocks * self._block_size + positions % self._block_size
+        inputs.slots[..., total:] = self._num_slots
         self._fill_tokens(inputs, plan)
 
     def _fill_tokens(self, inputs: StepInputs, plan: Plan) -> None:

@@ -87,13 +87,20 @@ def _plan(config: "EngineConfig") -> "Plan | None":
 
 def _describe(plan: "Plan") -> Iterator[str]:
     """Comment lines: sizes, and programs by kind."""
+    from jaxserve.kv.groups import context_tokens
+
     cache = plan.config.cache
-    tokens = cache.num_blocks * cache.block_size
+    layout, max_len = plan.model_config.kv_layout, plan.config.model.max_len
+    sizes = cache.num_blocks, cache.block_size, plan.config.max_chunk, max_len
+    tokens = context_tokens(layout.windows, *sizes)
     yield f"# weights: {plan.weight_bytes / _GIB:.2f} GiB in {plan.config.model.dtype}"
     yield (
         f"# KV pool: {cache.num_blocks} blocks of {plan.block_bytes / 1024:.0f} KiB, "
         f"{cache.num_blocks * plan.block_bytes / _GIB:.2f} GiB, {tokens} tokens"
     )
+    if any(layout.windows):
+        windows = ", ".join(str(window or "all") for window in layout.windows)
+        yield f"# groups of {layout.depth} layers, a block in each; positions they see: {windows}"
     yield f"# block table: {plan.config.scheduler.max_seqs} rows of {plan.blocks_per_row} blocks"
     specs = sorted(plan.step().specs(), key=lambda spec: (spec.kind, spec.bucket))
     yield f"# programs: {len(specs)}"

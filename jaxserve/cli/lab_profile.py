@@ -26,7 +26,11 @@ def register(commands: Any) -> None:
         allow_abbrev=False,
     )
     parser.add_argument(
-        "--seconds", type=float, default=90.0, metavar="S", help="to measure for; default 90"
+        "--seconds",
+        type=float,
+        default=90.0,
+        metavar="S",
+        help="to measure for, at least three rounds; default 90",
     )
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the table there as well")
     parser.add_argument("--no-keep", action="store_true", help="not beside the compile cache")

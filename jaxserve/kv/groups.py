@@ -47,5 +47,14 @@ def longest_row(
     return min(max_len, low * block_size)
 
 
+def context_tokens(
+    windows: Windows, num_blocks: int, block_size: int, max_chunk: int, max_len: int
+) -> int:
+    """Tokens of context that a pool of `num_blocks` holds in requests of `max_len` tokens."""
+    if set(windows) == {None}:
+        return num_blocks * block_size // len(windows)
+    return num_blocks * max_len // row_blocks(windows, max_len, block_size, max_chunk)
+
+
 def _held(most: Sequence[int | None], blocks: int) -> int:
     return sum(blocks if bound is None else min(bound, blocks) for bound in most)

@@ -36,14 +36,15 @@ class Probe(NamedTuple):
 class Probes:
     """Makes batches of probes for a runner of `config`, which is resolved.
 
-    Every row has KV blocks of its own, as in service: rows that shared them would read faster.
+    `groups`: of layers, each with a block table of its own.  Every row has KV blocks of its own,
+    as in service: rows that shared them would read faster.
     """
 
-    def __init__(self, config: EngineConfig, vocab_size: int) -> None:
+    def __init__(self, config: EngineConfig, vocab_size: int, groups: int = 1) -> None:
         seats, size = config.scheduler.max_seqs, config.cache.block_size
         width = -(-config.model.max_len // size)
         self._config = config
-        self._tables = np.zeros((seats, width), np.int32)
+        self._tables = np.zeros((groups, seats, width), np.int32)
         self._builder = BatchBuilder(config, self._tables, vocab_size)
 
     def batch(self, probe: Probe) -> tuple[Batch, StepShape]:
@@ -59,7 +60,10 @@ class Probes:
         for seat, (end, stop) in enumerate(zip(ends, last.tolist(), strict=True)):
             count = -(-end // size)
             blocks = np.arange(stop - count, stop, dtype=np.int32)
-            self._tables[seat, :count] = blocks % self._config.cache.num_blocks
+            groups = len(self._tables)
+            for group, table in enumerate(self._tables):
+                own = blocks * groups + group
+                table[seat, :count] = own % self._config.cache.num_blocks
 
     def _plan(self, probe: Probe) -> Plan:
         singles = len(probe.contexts)

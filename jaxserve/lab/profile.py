@@ -86,11 +86,13 @@ def profile(
     """
     config, runner, engine = target.config, target.runner, target.engine
     start, rng = clock(), random.Random(seed)
-    curves = _curves(config)
-    drawn = _drawn(config, rng, FITTED + HELD_OUT)
+    groups = len(engine.kv.tables)
+    fits = _Room(config, groups)
+    curves = _curves(config, fits)
+    drawn = _drawn(config, fits, rng, FITTED + HELD_OUT)
     probes = list(dict.fromkeys([p for c in curves.values() for s in c.values() for _, p in s]))
     probes = [*(p for p in probes if p not in drawn), *drawn]
-    made = Probes(config, engine.limits.vocab_size)
+    made = Probes(config, engine.limits.vocab_size, groups)
     batches = [made.batch(probe) for probe in probes]
     shapes = [shape for _, shape in batches]
     rounds: list[list[float]] = []
@@ -145,10 +147,9 @@ def settle(rounds: Sequence[Sequence[float]]) -> tuple[Floats, Errors]:
 type _Series = dict[str, list[tuple[int, Probe]]]
 
 
-def _curves(config: EngineConfig) -> dict[str, _Series]:
+def _curves(config: EngineConfig, fits: "_Room") -> dict[str, _Series]:
     """What is measured along a line, for the plots as well as for the fit."""
     sizes, seats = config.buckets.tokens, config.scheduler.max_seqs
-    fits = _Room(config)
     longest = min(config.model.max_len, _LONGEST)
     contexts = sorted({longest, longest // 2, longest // 4, longest // 16, 1})
     buckets = [(size, Probe((), ((0, size),), "none")) for size in sizes if size > 1]
@@ -184,11 +185,10 @@ def _samplers(config: EngineConfig) -> dict[str, bool]:
     return {"greedy": True, "random": on.random, "full": on.penalties}
 
 
-def _drawn(config: EngineConfig, rng: random.Random, count: int) -> list[Probe]:
+def _drawn(config: EngineConfig, fits: "_Room", rng: random.Random, count: int) -> list[Probe]:
     """Shapes as they occur: some decodes of mixed contexts, up to three chunks beside them."""
     budget, seats = config.scheduler.token_budget, config.scheduler.max_seqs
     longest = min(config.model.max_len, _LONGEST)
-    fits = _Room(config)
     kind = next(iter(_samplers(config)))
     found: dict[Probe, None] = {}
     for _ in range(50 * count):
@@ -214,8 +214,8 @@ def _drawn(config: EngineConfig, rng: random.Random, count: int) -> list[Probe]:
 class _Room:
     """Whether a probe has blocks of its own for all its rows."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        self._blocks, self._size = config.cache.num_blocks, config.cache.block_size
+    def __init__(self, config: EngineConfig, groups: int) -> None:
+        self._blocks, self._size = config.cache.num_blocks // groups, config.cache.block_size
 
     def __call__(self, probe: Probe) -> bool:
         ends = [*probe.contexts, *(start + n for start, n in probe.chunks)]

@@ -22,7 +22,9 @@ def page(found: Profile, table: CostTable) -> str:
     parts = [f'<p class="soft">{html.escape(words)}</p>', section("Error", _errors(found))]
     for plot, series in found.curves.items():
         parts.append(section(_AXES[plot], _legend(list(series)) + _curves(series)))
-    parts.append(section("Shapes that were not fitted: predicted and measured", _pairs(found)))
+    parts.append(
+        section("Shapes that were not fitted: predicted milliseconds, and measured", _pairs(found))
+    )
     rows = [("", cells(name, value)) for name, value in cost_rows(found.costs)]
     parts.append(section("The cost model", page_parts.table(["", "cost"], rows)))
     return page_parts.whole(f"What steps of {table.model} cost", parts, _most_series(found))
@@ -56,6 +58,6 @@ def _curves(series: dict[str, list[Point]]) -> str:
 def _pairs(found: Profile) -> str:
     pairs = [(1e3 * a, 1e3 * b) for a, b in found.pairs]
     most = max(max(pair) for pair in pairs)
-    form = "{:,.4g} ms".format
     words = "measured against predicted milliseconds; on the line they are equal"
-    return svg.lines([(pairs, [(0.0, 0.0), (most, most)])], (form, form), words)
+    forms = ("{:,.0f}".format, "{:,.4g} ms".format)
+    return svg.lines([(pairs, [(0.0, 0.0), (most, most)])], forms, words)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import statistics
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,9 @@ from jaxserve import settings
 from jaxserve.batch.buckets import resolve
 from jaxserve.config import EngineConfig
 from jaxserve.costs import CostModel
-from jaxserve.lab import chip, cost_table, trace
-from jaxserve.lab.trace import Trace
+from jaxserve.lab import chip, cost_table, fit, trace
+from jaxserve.lab import shapes as shapes_of
+from jaxserve.lab.trace import Step, Trace
 from jaxserve.preflight import check, describe, target
 from jaxserve.preflight.child import Job
 from jaxserve.runner.memory import GIB
@@ -94,7 +96,8 @@ def read_costs(path: Path) -> Costs:
 
 
 def of_trace(loaded: Trace) -> Costs:
-    """Of a recorded run.  Where its table has no host time, that of its median step.
+    """Of a recorded run: its profile's, or, where it had only those of a warm-up, fitted to its own
+    steps.
 
     Raises ValueError for a run that ended before costs were measured.
     """
@@ -103,12 +106,42 @@ def of_trace(loaded: Trace) -> Costs:
     if model is None:
         raise ValueError("the trace has no costs: the run ended before any were measured")
     if not model.host and loaded.steps:
-        host = [sum(step.phases) - step.phases[_WAIT] for step in loaded.steps]
-        model = dataclasses.replace(model, host=statistics.median(host) / 1e6)
+        model = fitted(loaded.steps, config, model)
     tokens = config.cache.num_blocks * config.cache.block_size
     size = header.facts.get("kv_bytes", 0) / tokens
     facts = Facts(config.model.max_len, size, tokens * size / GIB)
     return Costs(model, header.device, facts, config)
+
+
+def fitted(steps: Sequence[Step], config: EngineConfig, warm: CostModel) -> CostModel:
+    """Costs of recorded steps.  A bucket that did not occur costs what it did in the warm-up, times
+    what service was slower than that in the others."""
+    rows = config.buckets.rows
+    known = [step for step in steps if step.device > 0]
+    shapes = [
+        shapes_of.shape(
+            step.bucket,
+            step.decodes,
+            step.context,
+            [(start, n) for _, start, n in step.chunks],
+            rows=next((size for size in rows if size >= step.sampled), 0) if step.sampled else 0,
+            sampler=step.sampler,
+        )
+        for step in known
+    ]
+    found = fit.fit(shapes, [step.device / 1e6 for step in known])
+    slower = statistics.median(found.program_s(t) / warm.program_s(t) for t in found.tokens)
+    programs = {t: slower * warm.program_s(t) for t in warm.tokens}
+    programs |= dict(zip(found.tokens, found.program, strict=True))
+    host = [(sum(step.phases) - step.phases[_WAIT]) / 1e6 for step in steps]
+    base, each = fit.host([step.decodes + len(step.chunks) for step in steps], host)
+    return dataclasses.replace(
+        found,
+        tokens=tuple(sorted(programs)),
+        program=tuple(programs[t] for t in sorted(programs)),
+        host=base,
+        host_row=each,
+    )
 
 
 def on_chip(

@@ -4,6 +4,7 @@ An object is put whole or not at all and cannot grow, so a file that grows is pu
 sync: outputs there are rolled into parts, and a part and its journal stay small.
 """
 
+import io
 import os
 import time
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from jaxserve.offline.codecs import MissingPackage
 from jaxserve.offline.storage import Appender, retry
 
 SCHEMES = ("gs", "gcs", "s3", "az", "abfs", "memory")
+_READ = 1 << 20
 _FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
 
 
@@ -49,7 +51,8 @@ class ObjectStorage:
             return None
 
     def open(self, path: str) -> BinaryIO:
-        return self._call(lambda: self._fs.open(path, "rb"))
+        # Buffered once more: readline of fsspec's files takes no size, and a line must be bounded.
+        return io.BufferedReader(self._call(lambda: self._fs.open(path, "rb")), _READ)
 
     def append(self, path: str, at: int) -> Appender:
         content = self._call(lambda: self._fs.cat_file(path)) if at else b""

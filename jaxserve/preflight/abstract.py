@@ -16,6 +16,7 @@ from jaxserve.runner.programs import ProgramSpec
 from jaxserve.runner.sharding import ONE_DEVICE, Sharding, device_bytes
 from model_zoo import partition
 
+_FEW = 1009  # blocks of a pool whose size says nothing
 _SCRATCH_GUESS = GIB  # of the programs, before they have been compiled
 
 
@@ -60,6 +61,8 @@ class Plan:
             "num_blocks": self.num_blocks,
             "asked_blocks": self.asked_blocks,
             "block_size": config.cache.block_size,
+            "windows": list(c.kv_layout.windows),
+            "max_chunk": config.max_chunk,
             "max_len": config.model.max_len,
             "max_seqs": config.scheduler.max_seqs,
             "token_budget": config.scheduler.token_budget,
@@ -69,7 +72,8 @@ class Plan:
             "data": config.mesh.data,
             "tensor": config.mesh.tensor,
             "notes": self.notes,
-            "model": {name: getattr(c, name) for name in "LDFNKHV"} | {"tie": bool(c.tie)},
+            "model": {name: getattr(c, name) for name in "LDFNKHV"}
+            | {"tie": bool(c.tie), "windows": list(c.windows)},
         }
 
 
@@ -99,7 +103,7 @@ def make_plan(
         sharding = Sharding(partition.make_mesh(devices, config.mesh.data, config.mesh.tensor))
     notes: list[str] = []
     config = build.with_kernels(config, sharding, notes.append)
-    first = _with_blocks(config, hf, sharding, 1)
+    first = _with_blocks(config, hf, sharding, _FEW)
     block_bytes = first.block_bytes
     asked = config.cache.num_blocks or int(config.cache.memory_gib * GIB) // block_bytes
     if not num_blocks:
@@ -123,4 +127,4 @@ def _guess(target: Target, weight_bytes: int, block_bytes: int) -> int:
     """Blocks that should fit; a small pool when even the weights do not."""
     memory = target.figures.get("hbm_gib", 0) * GIB * HEADROOM
     free = memory - weight_bytes - _SCRATCH_GUESS if memory else 2 * GIB
-    return max(int(free) // block_bytes, 1009)
+    return max(int(free) // block_bytes, _FEW)

@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from jaxserve.kv.groups import longest_row, row_blocks
 from jaxserve.preflight.child import CARRIES_KV, Job
 from jaxserve.preflight.target import Target
 from jaxserve.runner.memory import GIB, HEADROOM
@@ -210,7 +211,9 @@ def _memory_problems(result: Result) -> list[str]:
     plan, pool = result.plan, largest_pool(result)
     if pool is None:
         return []
-    needed = plan["asked_blocks"] or -(-plan["max_len"] // plan["block_size"])
+    needed = plan["asked_blocks"] or row_blocks(
+        plan["windows"], plan["max_len"], plan["block_size"], plan["max_chunk"]
+    )
     if pool >= needed:
         return []
     usable = usable_bytes(result.target)
@@ -241,7 +244,10 @@ def advice(result: Result) -> list[str]:
     if plan["asked_blocks"] and pool:
         found.append(f"a smaller pool: cache.num_blocks={pool} (or leave it at 0)")
     elif pool:
-        found.append(f"shorter requests: model.max_len={pool * plan['block_size']}")
+        longest = longest_row(
+            plan["windows"], pool, plan["block_size"], plan["max_chunk"], plan["max_len"]
+        )
+        found.append(f"shorter requests: model.max_len={longest}")
     if scratch_bytes(result) > usable // 10:
         found.append(f"a smaller scheduler.token_budget than {plan['token_budget']}")
     if plan["dtype"] == "float32":

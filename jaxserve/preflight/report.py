@@ -4,6 +4,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
+from jaxserve.kv.groups import context_tokens
 from jaxserve.preflight import check, roofline
 from jaxserve.preflight.check import Result
 from jaxserve.runner.memory import GIB
@@ -23,7 +24,7 @@ def report(result: Result, context: int, max_kv: int | None = None) -> dict[str,
     if pool is not None and max_kv is not None:
         pool = min(pool, max_kv)
     wrong = check.problems(result)
-    block_bytes, block_size = plan["block_bytes"], plan["block_size"]
+    block_bytes = plan["block_bytes"]
     return {
         "target": str(result.target),
         "fits": not wrong,
@@ -48,7 +49,7 @@ def report(result: Result, context: int, max_kv: int | None = None) -> dict[str,
             "asked_blocks": plan["asked_blocks"] or None,
             "largest_blocks": pool,
             "largest_gib": None if pool is None else pool * block_bytes / GIB,
-            "largest_tokens": None if pool is None else pool * block_size,
+            "largest_tokens": None if pool is None else _tokens(plan, pool),
             "searched": max_kv is not None,
         },
         "programs": result.programs,
@@ -60,6 +61,12 @@ def report(result: Result, context: int, max_kv: int | None = None) -> dict[str,
             if name in result.target.figures
         },
     }
+
+
+def _tokens(plan: dict[str, Any], blocks: int) -> int:
+    """Tokens of context in requests of full length."""
+    sizes = plan["block_size"], plan["max_chunk"], plan["max_len"]
+    return context_tokens(plan["windows"], blocks, *sizes)
 
 
 def steps(result: Result, context: int) -> list[dict[str, Any]]:

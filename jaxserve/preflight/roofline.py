@@ -29,11 +29,13 @@ def step_load(model: Any, weights: int, step: dict[str, int]) -> Load:
     table = c.V * c.D / tensor if not getattr(c, "tie", False) else 0  # embedding: T rows are read
     read = max(0, weights - int(table * itemsize))
     kv_heads = c.K / tensor
-    kv_bytes = int(2 * c.L * kv_heads * c.H * context * rows * step["kv_itemsize"])
+    windows = getattr(c, "windows", ()) or [None] * c.L
+    seen = sum(context if w is None else min(w, context) for w in windows)  # in all layers
+    kv_bytes = int(2 * kv_heads * c.H * seen * rows * step["kv_itemsize"])
     share = -(-tokens // data)  # tokens whose matmuls a device computes
     matmuls = 2.0 * (values - c.V * c.D / tensor - table) * share
     head = 2.0 * c.V * c.D / tensor * rows
-    attention = 4.0 * c.L * (c.N / tensor) * c.H * context * tokens
+    attention = 4.0 * (c.N / tensor) * c.H * seen * tokens
     link = 0.0
     if tensor > 1:  # two all-reduces a layer and one for the embedding, each sent and received
         link = (2 * c.L + 1) * share * c.D * F32 * 2 * (tensor - 1) / tensor

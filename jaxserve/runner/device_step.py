@@ -13,6 +13,7 @@ from jaxserve.config import EngineConfig
 from jaxserve.runner import layer_calls, packing, sampler
 from jaxserve.runner.programs import ProgramSpec
 from jaxserve.runner.sharding import ONE_DEVICE, Sharding
+from model_zoo.kv_layout import KVLayout
 from model_zoo.partition import Kernels, constrain, kv_write
 from model_zoo.step_inputs import packed_size, step_shapes, unpack
 from pallas_kernels.ragged_paged_attention import api as attention
@@ -72,6 +73,7 @@ class DeviceStep:
         self.num_blocks = config.cache.num_blocks
         self.num_slots = config.cache.num_blocks * config.cache.block_size
         self.blocks_per_row = -(-config.model.max_len // config.cache.block_size)
+        self.layout: KVLayout = model_config.kv_layout
         self.dtype = jnp.dtype(config.model.dtype)
         self.by_call = self._calls_layers()
 
@@ -159,18 +161,22 @@ class DeviceStep:
         return packed
 
     def fill_slots(self, kv: Any, slots: jax.Array, value: float) -> Any:
-        """Writes `value` into K and V of `slots`, i32[n], in every layer: poison for proofs."""
+        """Writes `value` into K and V of `slots`, i32[n], in every layer of a group: poison for
+        proofs."""
         c = self.model_config
         rows = jnp.full((slots.shape[0], c.K, c.H), value, self.dtype)
-        kv = jax.lax.fori_loop(0, c.L, lambda layer, kv: kv_write(kv, layer, slots, rows, rows), kv)
+        kv = jax.lax.fori_loop(
+            0, self.layout.depth, lambda place, kv: kv_write(kv, place, slots, rows, rows), kv
+        )
         return self.sharding.constrain_kv(kv)
 
     def shapes(self, tokens: int):
-        return step_shapes(tokens, self.num_seats, self.blocks_per_row)
+        return step_shapes(tokens, self.num_seats, self.blocks_per_row, self.layout.num_groups)
 
     def _init_kv(self) -> Any:
         c = self.model_config
-        shape = attention.kv_shape(c.L, self.num_blocks, self.config.cache.block_size, c.K, c.H)
+        depth, block_size = self.layout.depth, self.config.cache.block_size
+        shape = attention.kv_shape(depth, self.num_blocks, block_size, c.K, c.H)
         return attention.init_kv(shape, self.config.cache.dtype)
 
     def abstract_state(self) -> dict[str, Any]:

@@ -143,10 +143,13 @@ class _Canary:
     def __init__(self, runner: ModelRunner):
         self.runner, step = runner, runner.step
         block_size = runner.config.cache.block_size
+        groups = step.layout.num_groups
         blocks = min(
-            step.num_blocks, -(-(CANARY_TOKENS + 1) // block_size) + 1, step.blocks_per_row + 1
+            step.num_blocks // groups,
+            -(-(CANARY_TOKENS + 1) // block_size) + 1,
+            step.blocks_per_row + 1,
         )
-        self.blocks = np.arange(blocks, dtype=np.int32)
+        self.blocks = np.arange(groups * blocks, dtype=np.int32).reshape(groups, blocks)
         two = blocks > 1 and step.num_seats > 1
         self.second = min(_BESIDE, block_size, runner.config.model.max_len) if two else 0
         own = blocks - 1 if self.second else blocks
@@ -173,7 +176,7 @@ class _Canary:
 
     def _set(self, value: float) -> None:
         size = self.runner.config.cache.block_size
-        slots = jnp.asarray(np.arange(len(self.blocks) * size, dtype=np.int32))
+        slots = jnp.asarray(np.arange(self.blocks.size * size, dtype=np.int32))
         with self.runner.step.sharding.context():
             self.runner.state.kv = self._fill(self.runner.state.kv, slots, value)
 
@@ -184,18 +187,22 @@ class _Canary:
         x = unpack(packed, step.shapes(bucket))
         x.tokens[:] = self._rng.integers(0, step.vocab_size, bucket)
         x.positions[:] = self.runner.config.model.max_len - 1
-        x.block_tables[:] = self.blocks[-1]
+        groups, last = len(self.blocks), self.blocks[:, -1:]
+        tables = x.block_tables.reshape(groups, step.num_seats, step.blocks_per_row)
+        slots = x.slots.reshape(groups, bucket)
+        tables[:] = last[:, :, None]
         end = 0
         for row, (request, start, stop) in enumerate(rows):
-            own = self.blocks[-1:] if request else self.blocks
+            own = last if request else self.blocks
             begin, end = end, end + stop - start
             positions = np.arange(start, stop, dtype=np.int32)
             offset = (self.length + 1) * request
             x.tokens[begin:end] = self.tokens[offset + start : offset + stop]
             x.positions[begin:end] = positions
-            x.slots[begin:end] = own[positions // block_size] * block_size + positions % block_size
-            width = min(len(own), step.blocks_per_row)
-            x.block_tables[row, :width] = own[:width]
+            of_token = own[:, positions // block_size]
+            slots[:, begin:end] = of_token * block_size + positions % block_size
+            width = min(own.shape[1], step.blocks_per_row)
+            tables[:, row, :width] = own[:, :width]
             x.kv_lens[row] = stop
             x.query_starts[row + 1 :] = end
         x.num_decodes[0] = sum(stop - start == 1 for _, start, stop in rows)  # they come first

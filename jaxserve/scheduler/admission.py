@@ -76,7 +76,7 @@ def longest_kv(config: EngineConfig, limits: ModelLimits) -> int:
         limits.windows,
         cache.num_blocks,
         cache.block_size,
-        config.scheduler.token_budget,
+        config.max_chunk,
         config.model.max_len,
     )
 

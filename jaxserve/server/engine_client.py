@@ -275,7 +275,7 @@ class EngineClient:
 
     def _begin(self, message: Ready) -> None:
         resolved = settings.loads(message.config)
-        limits = ModelLimits(message.vocab_size, frozenset(message.eos_ids))
+        limits = ModelLimits(message.vocab_size, frozenset(message.eos_ids), message.windows)
         if self._remote is None:
             self._remote = RemoteEngine(resolved, limits, self._send_request, self._numbers)
             self._driver = Driver(self._remote, self._tokenizer)

@@ -71,6 +71,7 @@ def _ready(assembly: "Assembly") -> protocol.Ready:
         config=settings.dump(assembly.config),
         vocab_size=engine.limits.vocab_size,
         eos_ids=sorted(engine.limits.eos_ids),
+        windows=engine.limits.windows,
         slowest_step_s=slowest,
         startup=assembly.startup,
         programs=[_program(row) for row in assembly.runner.manifest.table()],

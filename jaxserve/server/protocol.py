@@ -85,6 +85,7 @@ class Ready(_Message):
     config: str  # resolved, as TOML
     vocab_size: int
     eos_ids: list[int]
+    windows: tuple[int | None, ...]  # of the groups of layers
     slowest_step_s: float  # predicted time of the largest step; 0: not measured
     startup: dict[str, float]  # seconds of its parts
     programs: list[Program]

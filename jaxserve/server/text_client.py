@@ -14,6 +14,7 @@ from jaxserve.server.protocol import Answered, Codec, FromText, Load, Parsed, Re
 
 COMMAND = (sys.executable, "-m", "jaxserve.server.text_process")
 START_SECONDS = 120.0
+REPLACE_SECONDS = 10.0  # so that whoever waits behind a body that is killed is not refused for it
 DEPTH = 16  # bodies that one process has
 _log = logging.getLogger(__name__)
 _CODEC: Codec[FromText, ToText] = protocol.codec(FromText)
@@ -74,8 +75,7 @@ class TextClient:
         self._queue.put_nowait(asked)
         try:
             while not future.done():
-                # Twice: whoever is behind a body that has to be killed is not refused for it.
-                await asyncio.wait([future], timeout=2 * self._limit_s)
+                await asyncio.wait([future], timeout=self._limit_s + REPLACE_SECONDS)
                 if not (future.done() or asked.sent):
                     raise errors.unavailable("overloaded", "too many requests wait to be read")
             answer = future.result()

@@ -41,11 +41,14 @@ def load_module(
     *,
     max_len: int = 0,
     kv_copies: int = 1,
+    int8: bool = False,
 ) -> Any:
     """See `model_zoo.weights.fill.load_module`."""
     from model_zoo.weights import fill
 
-    return fill.load_module(checkpoint, dtype, shardings, max_len=max_len, kv_copies=kv_copies)
+    return fill.load_module(
+        checkpoint, dtype, shardings, max_len=max_len, kv_copies=kv_copies, int8=int8
+    )
 
 
 def _open_file(path: Path) -> Checkpoint:

@@ -3,17 +3,20 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 from flax import nnx
 
 from model_zoo import registry
 from model_zoo.checkpoint import Checkpoint, Place
+from model_zoo.int8 import quantize
+from model_zoo.parameters import with_int8
 from model_zoo.weights import region
 from model_zoo.weights.account import Account, account, check_tied
 from model_zoo.weights.order import Order, share_order
@@ -31,8 +34,10 @@ def load_module(
     *,
     max_len: int = 0,
     kv_copies: int = 1,
+    int8: bool = False,
 ) -> Any:
-    """The nnx module of `checkpoint` with its weights in place and cast to `dtype`.
+    """The nnx module of `checkpoint` with its weights in place and cast to `dtype`; with `int8` its
+    matrices made int8 from their float32 values, one parameter at a time.
 
     `shardings` gives every parameter's sharding by dotted path; without, all lie on the default
     device.  `max_len`: longest request served, which some rope variants depend on.  `kv_copies`:
@@ -44,32 +49,34 @@ def load_module(
     abstract, places = abstract_module(checkpoint, dtype, max_len=max_len)
     stored = param_shapes(abstract)
     config = abstract.config
-    if kv_copies > 1:
-        copied, make = with_kv_copies(config, kv_copies), type(abstract)
-        abstract = nnx.eval_shape(lambda: make(copied, rngs=nnx.Rngs(0)))
+    if kv_copies > 1 or int8:
+        served, make = with_int8(with_kv_copies(config, kv_copies), int8), type(abstract)
+        abstract = nnx.eval_shape(lambda: make(served, rngs=nnx.Rngs(0)))
     graph, state = nnx.split(abstract)
     leaves = dict(_dotted(state))
-    targets = {path: _target(path, leaf, shardings) for path, leaf in leaves.items()}
+    placed = {path: _target(path, leaf, shardings) for path, leaf in leaves.items()}
+    targets = {path: _as_float(target) for path, target in placed.items() if path in stored}
     plan = account(checkpoint, places, stored)
     if plan.tied:
         check_tied(checkpoint)
     orders = {
         path: share_order(config, leaf.get_metadata().get("axes"), targets[path], kv_copies)
         for path, leaf in leaves.items()
+        if path in targets
     }
-    strange = [path for path in leaves if targets[path].shape != stored[path] and not orders[path]]
+    strange = [path for path in targets if targets[path].shape != stored[path] and not orders[path]]
     if strange:
         raise ValueError(
             f"{', '.join(strange)} cannot be shared among more chips than the model has kv heads; "
             f"choose mesh.tensor={config.K} or a divisor of it"
         )
     if checkpoint.restore:
-        arrays = _restore(checkpoint, stored, targets, orders)
+        found = _restore(checkpoint, stored, targets, orders)
     else:
-        source = _Source(checkpoint, plan, places, stored)
-        arrays = _fill(source, targets, orders)
-    for path, leaf in leaves.items():
-        leaf.set_value(arrays[path])
+        found = _fill(_Source(checkpoint, plan, places, stored), targets, orders)
+    for path, array in found:
+        for name, value in _quantized(path, array, placed).items():
+            leaves[name].set_value(value)
     return nnx.merge(graph, state)
 
 
@@ -89,6 +96,23 @@ def abstract_module(
 def with_kv_copies(config: Any, copies: int) -> Any:
     """A model's config in which the cache holds `copies` of every kv head."""
     return dataclasses.replace(config, K=config.K * copies) if copies > 1 else config
+
+
+def _as_float(target: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    """As a parameter is loaded that will be int8."""
+    return target.update(dtype=jnp.float32) if target.dtype == jnp.int8 else target
+
+
+def _quantized(
+    path: str, array: jax.Array, placed: Mapping[str, jax.ShapeDtypeStruct]
+) -> dict[str, jax.Array]:
+    """The loaded parameter as the module has it: itself, or int8 with its scales."""
+    if placed[path].dtype != jnp.int8:
+        return {path: array}
+    names = (path, f"{path}_scale")
+    run = jax.jit(quantize, out_shardings=tuple(placed[name].sharding for name in names))
+    values = jax.block_until_ready(run(array))
+    return dict(zip(names, values, strict=True))
 
 
 def param_shapes(module: Any) -> dict[str, tuple[int, ...]]:
@@ -154,8 +178,7 @@ def _fill(
     source: "_Source",
     targets: Mapping[str, jax.ShapeDtypeStruct],
     orders: Mapping[str, Order | None],
-) -> dict[str, jax.Array]:
-    arrays: dict[str, jax.Array] = {}
+) -> Iterator[tuple[str, jax.Array]]:
     for path, target in targets.items():
         read = functools.cache(source.reader(path, target, orders[path]))
 
@@ -164,9 +187,8 @@ def _fill(
         ) -> np.ndarray:
             return read(tuple((s.start, s.stop) for s in region.resolve(index, shape)))
 
-        arrays[path] = jax.make_array_from_callback(target.shape, target.sharding, shard)
-        arrays[path].block_until_ready()  # so that only one parameter is on the host
-    return arrays
+        array = jax.make_array_from_callback(target.shape, target.sharding, shard)
+        yield path, array.block_until_ready()  # so that only one parameter is on the host
 
 
 @dataclasses.dataclass(frozen=True)
@@ -207,7 +229,7 @@ def _restore(
     stored: Mapping[str, tuple[int, ...]],
     targets: Mapping[str, jax.ShapeDtypeStruct],
     orders: Mapping[str, Order | None],
-) -> dict[str, jax.Array]:
+) -> Iterator[tuple[str, jax.Array]]:
     """Arrays of the format's own reader, which knows the checkpoint's order only; what lies in
     another is reordered on the devices, one parameter after the other.
     """
@@ -223,4 +245,4 @@ def _restore(
         if order is not None:
             take = jax.jit(order.apply, out_shardings=targets[path].sharding, donate_argnums=0)
             arrays[path] = take(arrays[path])
-    return arrays
+        yield path, arrays.pop(path)

@@ -7,9 +7,10 @@ from typing import Any
 
 import fsspec
 import pytest
+from fsspec.spec import AbstractBufferedFile
 
 from jaxserve.offline.errors import InputError
-from jaxserve.offline.inputs import InputFile
+from jaxserve.offline.inputs import Input, InputFile
 from jaxserve.offline.lock import LEASE_SECONDS, Lease
 from jaxserve.offline.output import Layout
 from jaxserve.offline.places import find_inputs, find_output, storage_of
@@ -107,6 +108,23 @@ def test_the_command_line_from_bucket_to_bucket(jaxserve):
         for path in bucket.fs.ls(f"{bucket.address}/o.jsonl.journal", detail=False)
     ]
     assert sorted(names) == ["records-00001", "settings.json", "status.json"], "no lease is left"
+
+
+class Ranges(AbstractBufferedFile):
+    """As files of real stores are: read in ranges, with a readline that takes no size."""
+
+    def _fetch_range(self, start: int, end: int) -> bytes:
+        return self.fs.cat_file(self.path, start, end)
+
+
+def test_files_of_real_stores_are_read_line_by_line(monkeypatch: pytest.MonkeyPatch):
+    bucket = Bucket()
+    path = f"{bucket.address}/in.jsonl"
+    expected = bucket.fs.cat_file(path)
+    storage = ObjectStorage(path)
+    monkeypatch.setattr(type(bucket.fs), "open", lambda fs, *of: Ranges(fs, *of))
+    lines = list(Input([InputFile(storage, path, path)]).lines())
+    assert b"".join(line.data or b"" for line in lines) == expected and len(lines) > COUNT
 
 
 def test_a_lease_keeps_another_process_out_until_it_ends():

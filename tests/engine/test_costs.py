@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxserve import build
-from jaxserve.config import EngineConfig, ModelConfig, SamplingConfig, SchedulerConfig
+from jaxserve.config import CacheConfig, EngineConfig, ModelConfig, SamplingConfig, SchedulerConfig
 from jaxserve.costs import GROUP, SPAN, TILES, CostModel, tile_pairs
 from jaxserve.lab import cost_table
 from jaxserve.lab.cost_table import CostTable
@@ -35,6 +35,7 @@ def test_another_model_dtype_or_set_of_programs_has_other_costs():
     assert cost_table.file_name(facts(dataclasses.replace(CONFIG, model=renamed))) == known
     for config in (
         dataclasses.replace(CONFIG, model=dataclasses.replace(CONFIG.model, dtype="bfloat16")),
+        dataclasses.replace(CONFIG, cache=CacheConfig(dtype="bfloat16")),
         dataclasses.replace(CONFIG, scheduler=SchedulerConfig(token_budget=128)),
         dataclasses.replace(CONFIG, scheduler=SchedulerConfig(token_budget=64, max_seqs=4)),
         dataclasses.replace(CONFIG, sampling=SamplingConfig(penalties=False)),

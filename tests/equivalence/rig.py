@@ -11,6 +11,7 @@ import jax
 import numpy as np
 from tokenizers import Tokenizer, decoders, models
 
+from jaxserve.batch.step import Batch, StepResult
 from jaxserve.build import assemble
 from jaxserve.config import (
     BucketConfig,
@@ -68,14 +69,21 @@ class Rig:
         deterministic: bool = False,
         chunk_size: int = MAX_LEN,
         layers: str = "loop",
+        quantize: str = "none",
+        window: int | None = None,
+        max_len: int = MAX_LEN,
     ) -> None:
         case = files.tiny_case(name)
         weights = case.weights()
         hf = _served(case.config)
+        if window is not None:
+            hf = hf | {"sliding_window": window}
         write_folder(folder, hf, weights)
         write_tokenizer(folder)
         config = EngineConfig(
-            model=ModelConfig(name=str(folder), dtype="float32", max_len=MAX_LEN),
+            model=ModelConfig(
+                name=str(folder), dtype="float32", quantize=quantize, max_len=max_len
+            ),
             cache=CacheConfig(block_size=BLOCK, num_blocks=num_blocks),
             scheduler=SchedulerConfig(
                 token_budget=budgets[-1], max_seqs=max_seqs, chunk_size=chunk_size, watermark=0.0
@@ -91,7 +99,8 @@ class Rig:
         )
         self.assembly = assemble(config)
         self.runner, self.config = self.assembly.runner, self.assembly.config
-        self.reference = Reference(Dense(hf, weights, length=MAX_LEN))
+        served = weights if quantize == "none" else rounded_to_int8(weights)
+        self.reference = Reference(Dense(hf, served, length=max_len, window=window))
 
     def engine(self, **changes: dict[str, Any]) -> Engine:
         """A fresh engine on a cache full of NaN; `section={name: value}` changes its config.
@@ -108,7 +117,8 @@ class Rig:
         sizes = tuple(size for size in self.config.buckets.tokens if size <= budget)
         assert sizes and sizes[-1] == budget, f"budget {budget} is not a bucket of this rig"
         buckets = dataclasses.replace(config.buckets, tokens=sizes)
-        limits = ModelLimits(tiny.VOCAB, frozenset({EOS}))
+        windows = self.assembly.engine.limits.windows
+        limits = ModelLimits(tiny.VOCAB, frozenset({EOS}), windows)
         return Engine(dataclasses.replace(config, buckets=buckets), self.runner, limits)
 
     def poison(self) -> None:
@@ -121,6 +131,41 @@ class Rig:
         """Tokens equal those of the dense reference; logprobs are within the tolerance."""
         for answer in answers:
             self.reference.check(answer)
+
+
+def rounded_to_int8(weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Every matrix with 127 steps a row on either side of zero, float64 in between."""
+
+    def rounded(weight: np.ndarray) -> np.ndarray:
+        scale = np.abs(weight).max(axis=1, keepdims=True).astype(np.float64) / 127
+        return (np.round(weight / scale) * scale).astype(np.float32)
+
+    return {name: rounded(w) if w.ndim == 2 else w for name, w in weights.items()}
+
+
+class Poisoner:
+    """Stands between engine and runner: before every step, each block that no request holds and
+    that the prefix cache cannot find is full of NaN."""
+
+    def __init__(self, engine: Engine, runner: Any) -> None:
+        self._runner, self._kv = runner, engine.kv
+        self._block_size = engine.config.cache.block_size
+        self._fill = jax.jit(runner.step.fill_slots, donate_argnums=0)
+        self.poisoned = 0  # blocks
+        engine._runner = self
+
+    def dispatch(self, batch: Batch) -> Any:
+        blank = self._kv._pool._blank
+        self.poisoned += len(blank)
+        slots = np.full((self._kv.num_blocks, self._block_size), self._runner.num_slots, np.int32)
+        offsets = np.arange(self._block_size, dtype=np.int32)
+        slots[: len(blank)] = np.array(blank, np.int32)[:, None] * self._block_size + offsets
+        state = self._runner.state
+        state.kv = self._fill(state.kv, slots.reshape(-1), np.float32("nan"))
+        return self._runner.dispatch(batch)
+
+    def result(self, handle: Any) -> StepResult:
+        return self._runner.result(handle)
 
 
 class Reference:

@@ -32,6 +32,7 @@ def test_figures_of_two_tokens_by_hand() -> None:
     assert found.mean_kl == pytest.approx(np.mean(kl), rel=1e-5)
     assert found.max_kl == pytest.approx(max(kl), rel=1e-5)
     assert found.perplexity_ratio == pytest.approx(np.sqrt(0.75 * 0.75 / (0.5 * 0.25)), rel=1e-5)
+    assert found.perplexity == pytest.approx(np.sqrt(1 / (0.5 * 0.25)), rel=1e-5)
     assert found.rms_dp == pytest.approx(np.sqrt((0.25**2 + 0.5**2) / 2), rel=1e-5)
     assert found.agreement == 0.5
     assert found.widest_flip == pytest.approx(np.log(3), rel=1e-5)
@@ -93,7 +94,8 @@ def against_itself(whole: Assembly, damage: Callable[[dict], dict]) -> Figures:
     runner.weights, runner.state = damage(runner.weights), runner.step.init_state()
     other = Subject(dataclasses.replace(whole, runner=runner))
     texts = [tiny.make_prompt(length, length) for length in (5, 9, 17, 20)]
-    return measure(Subject(whole), other, texts, length=12)["all"]
+    document = [token for text in texts for token in text]
+    return measure(Subject(whole), other, texts, document, length=12)["all"]
 
 
 def test_weights_rounded_as_in_float16_are_within_the_limits(whole: Assembly) -> None:
@@ -106,6 +108,14 @@ def test_weights_rounded_as_in_float16_are_within_the_limits(whole: Assembly) ->
 def test_a_damaged_model_is_not(whole: Assembly, damage: Callable[[dict], dict]) -> None:
     found = against_itself(whole, damage)
     assert "mean_kl" in " ".join(failures(found)), found
+
+
+def test_logits_are_read_where_layers_are_calls(make_rig: Callable[..., Rig]) -> None:
+    """And are checked against what was served, by `logits` itself."""
+    made = make_rig("gqa_9_3", budgets=(16,), layers="calls").assembly
+    logits = Subject(made).logits(tiny.make_prompt(20, 1))
+    assert logits.shape == (19, made.runner.step.vocab_size)
+    assert np.isfinite(logits).all() and len(np.unique(logits[:, 0])) == 19
 
 
 @pytest.mark.slow

@@ -23,15 +23,16 @@ from jaxserve.config import (
     SchedulerConfig,
 )
 from jaxserve.engine import Engine, ModelLimits
+from jaxserve.kv.groups import row_blocks
 from jaxserve.request import SamplingParams
-from tests.equivalence.rig import EOS, ONLY_GREEDY, generate, write_tokenizer
+from tests.equivalence.rig import EOS, ONLY_GREEDY, Poisoner, generate, write_tokenizer
 from tests.families.cases import LENGTH, NAMES, NUM_GREEDY, SHORT, VOCAB, Case, case
 
 BLOCK = 8
 MAX_LEN = LENGTH + NUM_GREEDY + 2
 CHUNKS = (1, BLOCK - 1, BLOCK, BLOCK + 1, 13, MAX_LEN)
-NUM_BLOCKS = 26  # three requests want 17 + 13 + 13
-FEW = ("gemma3", "qwen3_moe")
+TIGHT, ROOMY = 1.5, 4  # pool to what the longest of three requests (17 + 13 + 13 blocks) needs
+FEW = ("gemma3", "mistral", "qwen3_moe")
 GREEDY = SamplingParams(
     temperature=0.0, max_tokens=NUM_GREEDY, ignore_eos=True, logprobs=1, prompt_logprobs=1
 )
@@ -45,7 +46,7 @@ class FamilyRig:
         write_tokenizer(folder)
         config = EngineConfig(
             model=ModelConfig(name=str(folder), dtype="float32", max_len=MAX_LEN),
-            cache=CacheConfig(block_size=BLOCK, num_blocks=NUM_BLOCKS),
+            cache=CacheConfig(block_size=BLOCK, num_blocks=256),
             scheduler=SchedulerConfig(
                 token_budget=MAX_LEN, max_seqs=3, chunk_size=MAX_LEN, watermark=0.0
             ),
@@ -55,8 +56,12 @@ class FamilyRig:
         )
         self.assembly = assemble(config)
 
-    def engine(self, chunk: int) -> Engine:
-        """A fresh engine on a cache full of NaN; small pool, nothing reserved: it preempts."""
+    def engine(self, chunk: int, share: float) -> Engine:
+        """A fresh engine on a cache full of NaN, also where blocks were let go; nothing reserved:
+        with a tight pool it preempts.
+
+        The pool is the first part of the one that was compiled.
+        """
         runner = self.assembly.runner
 
         def nan(array: jax.Array) -> jax.Array:
@@ -69,27 +74,36 @@ class FamilyRig:
             chunk_size=chunk,
             reserve_full_prompt=False,
         )
-        config = dataclasses.replace(self.assembly.config, scheduler=scheduler)
-        return Engine(config, runner, ModelLimits(VOCAB, frozenset({EOS})))
+        windows = self.assembly.engine.limits.windows
+        num_blocks = int(share * row_blocks(windows, MAX_LEN, BLOCK, chunk))
+        cache = dataclasses.replace(self.assembly.config.cache, num_blocks=num_blocks)
+        config = dataclasses.replace(self.assembly.config, scheduler=scheduler, cache=cache)
+        engine = Engine(config, runner, ModelLimits(VOCAB, frozenset({EOS}), windows))
+        Poisoner(engine, runner)
+        return engine
 
 
 def check(rig: FamilyRig, expected: Case, chunk: int) -> None:
-    engine = rig.engine(chunk)
+    engine = rig.engine(chunk, TIGHT)
     prompts = [expected.prompts[length] for length in (LENGTH, SHORT, SHORT)]
-    unscored = dataclasses.replace(GREEDY, prompt_logprobs=None)  # takes a prefix hit
+    unscored = dataclasses.replace(GREEDY, prompt_logprobs=None)  # takes prefix hits
     sampling = [GREEDY, GREEDY, unscored]
     for _ in range(2):
         answers = generate(engine, prompts, sampling)
         for answer, prompt in zip(answers, prompts, strict=True):
             assert answer.tokens == expected.greedy[len(prompt)], f"chunks of {chunk}"
     assert engine.stats.preemptions >= 1
-    assert answers[2].request.num_cached > 0
     logits = expected.logits.astype(np.float64)
     logprobs = logits - np.logaddexp.reduce(logits, axis=-1, keepdims=True)
     scores: Any = answers[0].prompt_logprobs
     found = [entry.logprob for entry in scores[1:]]
     wanted = logprobs[np.arange(LENGTH - 1), prompts[0][1:]]
     np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-4)
+    engine = rig.engine(chunk, ROOMY)
+    for hit in (0, SHORT - 1):
+        (answer,) = generate(engine, prompts[1:2], unscored)
+        assert answer.tokens == expected.greedy[SHORT], f"chunks of {chunk}"
+        assert answer.request.num_cached == hit // BLOCK * BLOCK
 
 
 @pytest.mark.parametrize("name", FEW)

@@ -83,6 +83,9 @@ def test_what_was_drawn_is_what_the_batch_says():
         assert shape.tokens == probe.tokens and shape.sampler == probe.sampler
         slots = batch.inputs.slots[: probe.tokens]
         assert len(set(slots.tolist())) == probe.tokens
+    batch, _ = Probes(rig_config, 50, groups=3).batch(Probe((5, 700), ((0, 30),), "greedy"))
+    slots = batch.inputs.slots[:, :32].ravel()
+    assert batch.inputs.slots.shape[0] == 3 and len(set(slots.tolist())) == len(slots)
 
 
 def test_without_noise_the_costs_come_out(tmp_path: Path):
@@ -107,6 +110,15 @@ def test_rounds_slower_as_a_whole_do_not_count():
     settled, noise = profile.settle([(times * factor).tolist() for factor in (1, 1.8, 0.7, 1)])
     assert settled / settled[0] == pytest.approx(times / times[0])
     assert noise.p95 > 0.3
+
+
+def test_a_pause_in_the_fastest_round_does_not_make_a_shape_look_slow():
+    """The median of (10, 2, 3) is 3 where all others have 2: the rounds' factors tell."""
+    times = np.array([0.01, 0.02, 0.05, 0.07])
+    rounds = [times * factor for factor in (1, 2, 3)]
+    rounds[0][0] *= 10
+    settled, _ = profile.settle([line.tolist() for line in rounds])
+    assert settled / settled[1] == pytest.approx(times / times[1])
 
 
 def test_every_costed_program_is_measured(found: Profile):

@@ -189,11 +189,33 @@ def test_the_simulated_engine_is_the_production_engine():
     assert len(made) == 1 and simulate.play.__kwdefaults__["make_engine"] is Engine
 
 
+def test_costs_of_a_warm_up_are_fitted_to_the_steps_of_the_run(tmp_path: Path):
+    """The warm-up says half of what programs take and nothing of attention."""
+    warm = CostModel(SIZES, tuple(x / 2 for x in MODEL.program), rows=(8, 16))
+    rig = Rig(
+        tmp_path / "t", config(), costs=warm, seconds=lambda b: MODEL.predict(virtual.shape_of(b))
+    )
+    for number in range(40):
+        rig.add(prompt(13 + 9 * number, number), 10 + number)
+        if number % 3 == 0:
+            rig.step()
+    rig.run()
+    trace = rig.trace()
+    found = subject.of_trace(trace).model
+    assert found.tokens == SIZES and found.host > 0
+    played = simulate.play(config(), MODEL, arrivals.of_trace(trace))
+    predicted = [found.predict(step.shape) for step in played.steps]
+    off = [abs(p / s.device_s - 1) for p, s in zip(predicted, played.steps, strict=True)]
+    assert sorted(off)[int(0.9 * len(off))] < 0.05
+    assert sum(predicted) == pytest.approx(sum(s.device_s for s in played.steps), rel=0.02)
+
+
 @pytest.fixture
 def recorded(tmp_path: Path) -> Path:
     path = tmp_path / "run.trace"
     settings = dataclasses.replace(config(), runner=RunnerConfig())
-    rig = Rig(path, settings, costs=MODEL, seconds=lambda b: MODEL.predict(virtual.shape_of(b)))
+    costs = dataclasses.replace(MODEL, host=1e-4)
+    rig = Rig(path, settings, costs=costs, seconds=lambda b: MODEL.predict(virtual.shape_of(b)))
     for number in range(6):
         rig.add(prompt(50 + number, number), 20)
     rig.run()

@@ -49,6 +49,7 @@ def main() -> None:
             module = load_module(open_checkpoint(path), "float32", shardings)
             files.assert_same_params(files.params(module), expected)
             check(module, shardings)
+            check_int8(open_checkpoint(path), shardings)
     sys.stdout.write("ok\n")
 
 
@@ -64,6 +65,19 @@ def check(module, shardings) -> None:
         for shard in array.addressable_shards:
             assert shard.data.shape == sharding.shard_shape(array.shape), path
             np.testing.assert_array_equal(np.asarray(shard.data), whole[shard.index])
+
+
+def check_int8(checkpoint, shardings) -> None:
+    """A row that lies on several devices has one scale: that of the row whole."""
+    scales = {
+        f"{path}_scale": NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[:-1]))
+        for path, sharding in shardings.items()
+        if "norm" not in path
+    }
+    split = load_module(checkpoint, "float32", shardings | scales, int8=True)
+    check(split, shardings | scales)
+    whole = load_module(checkpoint, "float32", int8=True)
+    files.assert_same_params(files.params(split), files.params(whole))
 
 
 if __name__ == "__main__":

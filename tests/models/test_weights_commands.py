@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import json
+import math
 
 import pytest
 
@@ -41,6 +42,13 @@ def test_inspect_counts_what_is_there(folder, capsys):
     layers, kv_heads, head_dim = 2, 3, 8
     assert facts["kv_bytes_per_token"]["bfloat16"] == 2 * layers * kv_heads * head_dim * 2
     assert facts["kv_bytes_per_token"]["float32"] == 2 * layers * kv_heads * head_dim * 4
+    matrices = [array.shape for array in WEIGHTS.values() if array.ndim == 2]
+    rows, inside = sum(shape[0] for shape in matrices), sum(map(math.prod, matrices))
+    assert facts["weight_bytes"] == {
+        "float32": 4 * facts["parameters"],
+        "bfloat16": 2 * facts["parameters"],
+        "int8": inside + 4 * rows + 2 * (facts["parameters"] - inside),
+    }
     assert facts["context_length"] == CONFIG["max_position_embeddings"]
     sizes = ("layers", "hidden_size", "mlp_size", "heads", "kv_heads", "head_dim", "vocab_size")
     assert [facts[size] for size in sizes] == [2, 72, 96, 9, 3, 8, 64]
@@ -84,7 +92,7 @@ def test_inspect_says_windows_ropes_and_experts(capsys):
     }
     facts = inspected("qwen3_moe", capsys)
     assert (facts["experts"], facts["experts_per_token"], facts["mlp_size"]) == (6, 3, 24)
-    assert "window" not in facts
+    assert "window" not in facts and "int8" not in facts["weight_bytes"]
     assert facts["kv_bytes_per_token"] == {"float32": 2 * 3 * 2 * 16 * 4, "bfloat16": 384}
 
 

@@ -36,6 +36,12 @@ class RealPrompt(NamedTuple):
     gaps: np.ndarray  # f32[64]  distance between the two best logits of each step
 
 
+class LongText(NamedTuple):
+    ids: list[int]
+    logprobs: np.ndarray  # f32[T]  as of a RealPrompt
+    perplexity: float
+
+
 class Golden(NamedTuple):
     prompt: list[int]
     output: list[int]
@@ -54,8 +60,9 @@ def tiny_case(name: str) -> TinyCase:
     )
 
 
-def real_prompts() -> dict[str, RealPrompt]:
-    texts, arrays = _json("real_prompts.json"), _arrays("real.npz")
+def real_prompts(stem: str = "real") -> dict[str, RealPrompt]:
+    """Of the default model, or with `real_gemma3` of Gemma 3 270M."""
+    texts, arrays = _json("real_prompts.json"), _arrays(f"{stem}.npz")
     return {
         name: RealPrompt(
             text=texts[name],
@@ -64,13 +71,26 @@ def real_prompts() -> dict[str, RealPrompt]:
             greedy=entry["greedy"],
             gaps=arrays[f"{name}.gaps"],
         )
-        for name, entry in _json("real.json")["prompts"].items()
+        for name, entry in _json(f"{stem}.json")["prompts"].items()
     }
 
 
-def real_source() -> str:
+def real_source(stem: str = "real") -> str:
     """sha256 of the GGUF file that the real references were made from."""
-    return _json("real.json")["source"]["sha256"]
+    return _json(f"{stem}.json")["source"]["sha256"]
+
+
+def long_text() -> str:
+    """Prose, a program, figures, questions and answers: more than Gemma's window five times."""
+    return (FOLDER / "long_text.txt").read_text(encoding="utf-8")
+
+
+def long_reference(sha256: str) -> LongText:
+    """What transformers says of the long text with the weights of that GGUF file."""
+    for name, entry in _json("long.json")["models"].items():
+        if entry["source"]["sha256"] == sha256:
+            return LongText(entry["ids"], _arrays("long.npz")[name], entry["perplexity"])
+    raise KeyError(sha256)
 
 
 def golden(workload: str) -> list[Golden]:

@@ -8,7 +8,7 @@ import pytest
 from jaxserve import sources
 from tests.reference import files
 from tests.reference.dense import Dense
-from tools.make_references import read_gguf
+from tools.reference_weights import read_gguf
 
 SHORT = ("short_question", "one_line", "chat")
 

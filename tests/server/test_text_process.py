@@ -47,7 +47,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def wicked(folder: Path) -> Iterator[Rig]:
-    with running(folder, server={"text_s": 3.0}) as rig:
+    with running(folder) as rig:
         yield rig
 
 
@@ -56,8 +56,16 @@ def ask(server: Rig, content: str) -> Any:
     return server.post(CHAT, json=body)
 
 
-def test_cve_2026_115911_a_template_that_hangs_is_killed(wicked: Rig):
+@pytest.fixture
+def impatient(folder: Path) -> Iterator[Rig]:
+    """What is killed is killed sooner; on a very busy machine that may be anything."""
+    with running(folder, server={"text_s": 3.0}) as rig:
+        yield rig
+
+
+def test_cve_2026_115911_a_template_that_hangs_is_killed(impatient: Rig):
     """A stream that began before comes to its end meanwhile."""
+    wicked = impatient
     usual = ask(wicked, "usual").json()["choices"]
     killed = wicked.service.text.num_killed
     body = {"prompt": "s", "max_tokens": 120, "ignore_eos": True, "stream": True}

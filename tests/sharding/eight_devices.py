@@ -47,6 +47,7 @@ COLLECTIVE = re.compile(
 
 def main(arguments: list[str]) -> None:
     family, *texts = arguments
+    family, _, quantize = family.partition(":")
     meshes = [tuple(map(int, text.split("x"))) for text in texts]
     with tempfile.TemporaryDirectory() as name:
         if family == "llama":
@@ -55,13 +56,15 @@ def main(arguments: list[str]) -> None:
             folder = shutil.copytree(CHECKPOINTS / family, name, dirs_exist_ok=True)
             folder = Path(folder)
         write_tokenizer(folder)
-        found = {f"{data}x{tensor}": run(folder, data, tensor) for data, tensor in meshes}
+        found = {f"{data}x{tensor}": run(folder, data, tensor, quantize) for data, tensor in meshes}
     sys.stdout.write(json.dumps(found) + "\n")
 
 
-def run(folder: Path, data: int, tensor: int) -> dict[str, Any]:
+def run(folder: Path, data: int, tensor: int, quantize: str) -> dict[str, Any]:
     config = EngineConfig(
-        model=ModelConfig(name=str(folder), dtype="float32", max_len=64),
+        model=ModelConfig(
+            name=str(folder), dtype="float32", quantize=quantize or "none", max_len=64
+        ),
         cache=CacheConfig(block_size=8, num_blocks=48),
         scheduler=SchedulerConfig(token_budget=16, max_seqs=8, watermark=0.0),
         buckets=BucketConfig(tokens=(16,), rows=(8,)),
@@ -71,7 +74,8 @@ def run(folder: Path, data: int, tensor: int) -> dict[str, Any]:
     )
     assembly = assemble(config)
     try:
-        engine = Engine(assembly.config, assembly.runner, ModelLimits(tiny.VOCAB, frozenset({EOS})))
+        limits = ModelLimits(tiny.VOCAB, frozenset({EOS}), assembly.engine.limits.windows)
+        engine = Engine(assembly.config, assembly.runner, limits)
         prompts = [tiny.make_prompt(length, length) for length in (5, 23, 11)]
         answers = generate(engine, prompts, OPTIONS)
         return {

@@ -1,42 +1,17 @@
 """A runner whose answers are hashes of the context it sees, and the same answers worked out alone.
 
-The KV of a token is a hash of everything before it, read through the block table; the next token
-is a hash of all KV of its row and of its sampling options.  So a wrong block, position, seat,
-option or token shows as a wrong token.  Reads see the state before the step, writes come after.
+The KV of a token is a hash of everything it sees (`context`), read through the block table of each
+group of layers; the next token is a hash of all KV that its row sees and of its sampling options.
+So a wrong block, position, seat, option or token shows as a wrong token.  Reads see the state
+before the step, writes come after.
 """
 
 import numpy as np
 
 from jaxserve.batch.step import Batch, Logprobs, SampleInputs, StepResult
+from jaxserve.kv.groups import FULL, Windows
 from jaxserve.request import Request
-
-MASK = 2**64 - 1
-
-
-def mix(a: int, b: int) -> int:
-    """A strong-enough hash of two numbers (SplitMix64 finaliser)."""
-    z = (a * 0x9E3779B97F4A7C15 + b * 0xD1B54A32D192ED03 + 0x632BE59BD9B4E019) & MASK
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & MASK
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & MASK
-    return z ^ (z >> 31)
-
-
-def mix_array(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """`mix` for u64 arrays."""
-    z = (
-        a * np.uint64(0x9E3779B97F4A7C15)
-        + b * np.uint64(0xD1B54A32D192ED03)
-        + np.uint64(0x632BE59BD9B4E019)
-    )
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return z ^ (z >> np.uint64(31))
-
-
-def advance(context: int, token: int, position: int) -> tuple[int, int]:
-    """The KV of `token`, and the context that includes it; `context` is that of all before."""
-    kv = mix(context, token * 1_000_003 + position)
-    return kv, (context + mix(kv, position)) & MASK
+from tests.simulation.context import MASK, Context, mix, mix_array
 
 
 def draw(context: int, options: tuple, position: int, vocab: int, suppressed: frozenset) -> int:
@@ -72,7 +47,13 @@ class HashRunner:
     """
 
     def __init__(
-        self, num_blocks: int, block_size: int, seats: int, vocab: int, bad_one_in: int = 0
+        self,
+        num_blocks: int,
+        block_size: int,
+        seats: int,
+        vocab: int,
+        bad_one_in: int = 0,
+        windows: Windows = FULL,
     ) -> None:
         num_slots = num_blocks * block_size
         self.num_blocks = num_blocks
@@ -80,6 +61,7 @@ class HashRunner:
         self.kv = mix_array(np.arange(num_slots, dtype=np.uint64), np.full(1, 4321, np.uint64))
         self.last_tokens = np.full(seats, -1)
         self.counts: list[tuple[list[int], int] | None] = [None] * seats
+        self.windows = windows
         self.seats = seats
         self.vocab = vocab
         self.bad_one_in = bad_one_in
@@ -112,6 +94,11 @@ class HashRunner:
             self._break("result failed")
         return handle
 
+    def scribble(self, blocks: list[int]) -> None:
+        """Over blocks that are nobody's and can be found by nobody: whoever reads them is wrong."""
+        kv = self.kv.reshape(self.num_blocks, self.block_size)
+        kv[blocks] += np.uint64(len(blocks))
+
     def _break(self, why: str) -> None:
         self.kv = mix_array(self.kv, np.full(1, 999, np.uint64))
         self.last_tokens[:] = -1
@@ -131,8 +118,10 @@ class HashRunner:
         ):
             assert not array.flags.writeable
         assert (batch.packed >= 0).all()
-        assert len(np.unique(x.slots[:n])) == n and (x.slots[:n] < num_slots).all()
-        assert (x.slots[n:] == num_slots).all() and (x.token_seats[n:] == self.seats).all()
+        slots = x.slots.reshape(len(self.windows), -1)
+        real = slots[:, :n]
+        assert len(np.unique(real)) == real.size and (real < num_slots).all()
+        assert (slots[:, n:] == num_slots).all() and (x.token_seats[n:] == self.seats).all()
         assert (x.block_tables < self.num_blocks).all()
         assert x.query_starts[-1] == n and (np.diff(x.query_starts) >= 0).all()
         singles = x.num_decodes[0]
@@ -143,31 +132,41 @@ class HashRunner:
     def _forward(self, batch: Batch) -> list[int]:
         """The context after every token of the step, int[num_tokens]; writes the KV."""
         x = batch.inputs
-        block_size = self.block_size
+        slots = x.slots.reshape(len(self.windows), -1)
         contexts: list[int] = []
-        writes: list[int] = []
+        writes: list[list[int]] = []
         starts = x.query_starts.tolist()
         for row in range(len(x.kv_lens)):
             begin, end = starts[row], starts[row + 1]
             if begin == end:
                 continue
-            length = int(x.kv_lens[row])
-            first = length - (end - begin)
-            place = np.arange(length)
-            slots = x.block_tables[row, place // block_size] * block_size + place % block_size
-            assert (slots[first:] == x.slots[begin:end]).all(), "the write is not where it is read"
-            assert (x.positions[begin:end] == place[first:]).all()
-            seen = mix_array(self.kv[slots[:first]], place[:first].astype(np.uint64))
-            context = int(seen.sum(dtype=np.uint64)) if first else 0
+            first = int(x.kv_lens[row]) - (end - begin)
+            assert (x.positions[begin:end] == np.arange(first, x.kv_lens[row])).all()
+            context = self._read(batch, row, first, slots[:, begin:end])
             for i in range(begin, end):
                 seat = x.token_seats[i]
                 token = int(self.last_tokens[seat] if seat < self.seats else x.tokens[i])
                 assert token >= 0, "a seat's token was used before it had one"
-                kv, context = advance(context, token, first + i - begin)
-                writes.append(kv)
-                contexts.append(context)
-        self.kv[x.slots[: len(writes)]] = np.array(writes, np.uint64)
+                writes.append(context.advance(token, first + i - begin))
+                contexts.append(context.value)
+        self.kv[slots[:, : len(writes)]] = np.array(writes, np.uint64).T
         return contexts
+
+    def _read(self, batch: Batch, row: int, first: int, slots: np.ndarray) -> Context:
+        """What the token at position `first` of a row sees; `slots`: where the row writes."""
+        x, block_size = batch.inputs, self.block_size
+        context = Context(self.windows)
+        length = int(x.kv_lens[row])
+        tables = x.block_tables.reshape(len(self.windows), len(x.kv_lens), -1)
+        for group, (table, window) in enumerate(zip(tables[:, row], self.windows, strict=True)):
+            low = 0 if window is None else max(0, first - window + 1)
+            place = np.arange(low, length)
+            where = table[place // block_size] * block_size + place % block_size
+            assert (where[first - low :] == slots[group]).all(), "the write is not where it is read"
+            before = slice(0, first - low)
+            seen = mix_array(self.kv[where[before]], place[before].astype(np.uint64))
+            context.read(group, seen.tolist() if window else [int(seen.sum(dtype=np.uint64))])
+        return context
 
     def _sample(self, batch: Batch, s: SampleInputs, rows: list[int]) -> np.ndarray:
         tokens = np.zeros(len(s.seats), np.int32)
@@ -244,19 +243,22 @@ def request_options(request: Request, vocab: int) -> tuple:
 class Alone:
     """What a request must get, worked out without engine, blocks or steps."""
 
-    def __init__(self, request: Request, vocab: int, bad_one_in: int) -> None:
+    def __init__(
+        self, request: Request, vocab: int, bad_one_in: int, windows: Windows = FULL
+    ) -> None:
         asked = request.sampling
         options = request_options(request, vocab)
         tokens = request.tokens[: request.num_prompt]
         self.prompt_scores: list[tuple[float, int] | None] = [None]
         self.scores: list[tuple[float, int]] = []
         self.reason = "length"
-        context = 0
+        seen = Context(windows)
         for position, token in enumerate(tokens):
             if position:
-                self.prompt_scores.append(score(context, token))
-            _, context = advance(context, token, position)
+                self.prompt_scores.append(score(seen.value, token))
+            seen.advance(token, position)
         while len(tokens) < request.max_total:
+            context = seen.value
             if is_bad(context, bad_one_in):
                 self.reason = "error"
                 break
@@ -272,5 +274,5 @@ class Alone:
             if token in request.stop_ids:
                 self.reason = "stop"
                 break
-            _, context = advance(context, token, len(tokens) - 1)
+            seen.advance(token, len(tokens) - 1)
         self.output = tokens[request.num_prompt :]

@@ -21,6 +21,7 @@ from jaxserve.config import (
 )
 from jaxserve.costs import CostModel
 from jaxserve.engine import Engine, ModelLimits, QueueFull
+from jaxserve.kv.groups import FULL, Windows
 from jaxserve.metrics import StepRecord
 from jaxserve.request import Output, Request, SamplingParams, Status
 from jaxserve.scheduler.plan import Plan
@@ -31,7 +32,14 @@ EOS = frozenset({3})
 MODEL_LEN = 96
 
 
-def random_config(rng: random.Random) -> EngineConfig:
+def random_windows(rng: random.Random) -> Windows:
+    """Of the groups of layers of a model."""
+    if rng.random() < 0.4:
+        return FULL
+    return tuple(rng.choice([None, 1, 2, 5, 8, 13, 40]) for _ in range(rng.choice([1, 2, 2, 3])))
+
+
+def random_config(rng: random.Random, groups: int) -> EngineConfig:
     block_size = rng.choice([1, 2, 3, 4, 8, 16])
     deterministic = rng.random() < 0.15
     budget = rng.choice([1, 2, 5, 7, 8, 13, 16, 24, 33, 64, 100])
@@ -48,7 +56,7 @@ def random_config(rng: random.Random) -> EngineConfig:
         model=ModelConfig(max_len=max_len),
         cache=CacheConfig(
             block_size=block_size,
-            num_blocks=max(1, rng.choice([4, 10, 24, 60, 120, 400]) // block_size + 1),
+            num_blocks=groups * (rng.choice([4, 10, 24, 60, 120, 400]) // block_size + 1),
             prefix_caching=rng.random() < 0.75,
         ),
         scheduler=SchedulerConfig(
@@ -134,23 +142,30 @@ class Expected:
 class Scenario:
     def __init__(self, seed: int) -> None:
         self.rng = rng = random.Random(seed)
+        self.windows = random_windows(rng)
         self.timed = random.Random(-seed - 1)  # draws of its own, so that other modes stay as were
-        config = random_config(rng)
+        config = random_config(rng, len(self.windows))
         if not config.runner.deterministic and self.timed.random() < 0.3:
             config = by_time(config, self.timed)
-        self.config = resolve(config, MODEL_LEN, 1)
+        self.config = resolve(config, MODEL_LEN, 1, windows=self.windows)
         self.now = 0.0
         self.bad_one_in = rng.choice([0, 0, 0, 40])
         self.faults = rng.random() < 0.15
+        self.injected = 0
         cache, rules = self.config.cache, self.config.scheduler
         self.runner = HashRunner(
-            cache.num_blocks, cache.block_size, rules.max_seqs, VOCAB, self.bad_one_in
+            cache.num_blocks,
+            cache.block_size,
+            rules.max_seqs,
+            VOCAB,
+            self.bad_one_in,
+            self.windows,
         )
         self.records: list[StepRecord] = []
         self.engine = Engine(
             self.config,
             self.runner,
-            ModelLimits(VOCAB, EOS),
+            ModelLimits(VOCAB, EOS, self.windows),
             clock=lambda: self.now,
             on_step=self.records.append,
         )
@@ -193,16 +208,14 @@ class Scenario:
             return
         assert len(requests) == sampling.n
         for request in requests:
-            alone = Alone(request, VOCAB, self.bad_one_in)
+            alone = Alone(request, VOCAB, self.bad_one_in, self.windows)
             self.expected[request] = Expected(request, alone)
 
     def checked_schedule(self, begin: float) -> Plan:
         """Schedules, and checks the laws of a plan."""
         scheduler, rules = self.scheduler, self.config.scheduler
         decoding = {
-            r
-            for r in scheduler.running
-            if r.num_pending == 1 and r.num_computed >= r.num_prompt and r.num_tokens < r.max_total
+            r for r in scheduler.running if r in scheduler._decoding and r.num_tokens < r.max_total
         }
         partial = [r for r in scheduler.running if r.num_computed < r.num_prompt]
         plan = self.schedule(begin)
@@ -224,7 +237,7 @@ class Scenario:
         assert (plan.unused is None) == (plan.num_tokens == rules.token_budget), plan.unused
         still = [r for r in partial if r.status is Status.RUNNING]
         if still and not timed:
-            assert any(c.start < c.request.num_prompt for c in plan.chunks), "prefills stall"
+            assert plan.chunks, "prefills stall"
         bound = rules.aging_steps + rules.max_seqs + 1
         for request in still:
             assert scheduler._step - request.last_step <= bound, "a prefill is passed over"
@@ -240,6 +253,7 @@ class Scenario:
     def check_books(self) -> None:
         running = self.scheduler.running
         self.engine.kv.check(running)
+        self.runner.scribble(self.engine.kv._pool._blank)
         seats = [r.seat for r in running]
         assert len(set(seats)) == len(seats) and all(s >= 0 for s in seats)
         assert all(r.status is Status.RUNNING for r in running)
@@ -291,6 +305,7 @@ class Scenario:
             self.engine.finish(request, "abort")
             assert not request.num_blocks
         if self.faults and rng.random() < 0.03:
+            self.injected += 1
             if rng.random() < 0.5:
                 self.runner.fail_dispatch = True
             else:
@@ -319,6 +334,7 @@ class Scenario:
         assert kv.num_used == 0 and kv.num_available == kv.num_blocks
         assert not len(self.engine._prompts) and not self.engine._followers
         failed = self.engine.stats.failed_steps
+        assert failed <= self.injected, "a step failed that nobody made fail"
         for seen in self.expected.values():
             assert seen.request.status is Status.FINISHED
             if seen.cancelled:
@@ -346,6 +362,9 @@ def run(seed: int) -> int:
         return scenario.run()
     except Exception as error:
         config = scenario.config if scenario else None
-        raise AssertionError(f"scenario seed={seed} failed: {error!r}; config={config}") from error
+        windows = scenario.windows if scenario else None
+        raise AssertionError(
+            f"scenario seed={seed} failed: {error!r}; windows={windows} config={config}"
+        ) from error
     finally:
         logging.getLogger("jaxserve.engine").disabled = False

@@ -123,6 +123,8 @@ PLAN = {
     "num_blocks": 8191,
     "asked_blocks": 0,
     "block_size": 64,
+    "windows": [None],
+    "max_chunk": 512,
     "max_len": 4096,
     "max_seqs": 64,
     "token_budget": 512,

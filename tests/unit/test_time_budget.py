@@ -214,6 +214,15 @@ def test_what_is_lost_already_does_not_hold_up_the_rest() -> None:
     assert time_budget.decide(0.0, hopeless, [Prompt(-1.0, 0, 500)], price()).end == math.inf
 
 
+def test_decodes_take_turns_where_a_step_of_all_would_be_late() -> None:
+    """All 16 take 3.6 ms, eight 2.8 ms: those due at 3 ms go first, the others after them."""
+    rows = decoders(*[0.003] * 4, *[0.0058] * 12)
+    pace = time_budget.decide(0.0, rows, [], price())
+    assert pace.end == 0.003 and set(pace.held) <= set(range(4, 16)) and len(pace.held) == 8
+    lost = decoders(*[0.003] * 4, *[0.005] * 12)
+    assert time_budget.decide(0.0, lost, [], price()).held == ()
+
+
 def test_two_steps_where_mixing_costs_more_than_both() -> None:
     def dear(shape):
         return 2e-3 + 1e-4 * shape.bucket + (0.05 if shape.singles and shape.chunks else 0.0)
@@ -334,3 +343,66 @@ def test_what_the_time_did_not_allow_is_said(tmp_path) -> None:
     rig.run()
     cut = [record for record in rig.records if record.unused == "time_budget"]
     assert cut and all(record.device_s <= 5e-3 for record in cut)
+
+
+# -- nobody starves -------------------------------------------------------------------------------
+
+AGING = 10
+
+
+def steps_of(tmp_path, classes: dict, requests: list[tuple[int, int, str]]) -> list[list[int]]:
+    """The steps in which each request had tokens; the first `len(requests) - 1` decode already when
+    the last comes.  A step takes 2 ms and 1 ms for 8 tokens of its bucket."""
+    sizes = (8, 16, 32, 64)
+    costs = CostModel(sizes, tuple(2e-3 + 1e-3 * size / 8 for size in sizes))
+    config = EngineConfig(
+        model=ModelConfig(max_len=2048),
+        cache=CacheConfig(block_size=16, num_blocks=600, prefix_caching=False),
+        scheduler=SchedulerConfig(mode="time", token_budget=64, max_seqs=9, aging_steps=AGING),
+        buckets=BucketConfig(tokens=sizes),
+        runner=RunnerConfig(overlap=False),
+        slo=SloConfig(classes=classes, margin=0.0),
+    )
+    seconds = [costs.program_s(size) for size in sizes]
+    rig = Rig(
+        tmp_path / "t",
+        config,
+        seconds=lambda b: seconds[sizes.index(b.token_bucket)],
+        costs=costs,
+        max_len=2048,
+    )
+    rig.recording.close()
+    added = []
+    for length, outputs, name in requests[:-1]:
+        added += rig.add(prompt(length, len(added)), outputs, slo_class=name)
+    while any(request.num_tokens == request.num_prompt for request in added):
+        rig.step()
+    length, outputs, name = requests[-1]
+    added += rig.add(prompt(length, 99), outputs, slo_class=name)
+    found: list[list[int]] = [[] for _ in added]
+    step = 0
+    while added[-1].num_tokens < length + outputs and rig.engine.has_work:
+        before = [request.num_computed for request in added]
+        rig.step()
+        for i, request in enumerate(added):
+            if request.num_computed != before[i]:
+                found[i].append(step)
+        step += 1
+    return found
+
+
+def test_a_prompt_without_a_deadline_gets_on_beside_decodes_that_leave_no_time(tmp_path) -> None:
+    """Eight streams fill the bucket of 8, and 3.5 ms a token leave no time for the next one."""
+    classes = {"tight": SloClass(ttft_ms=50.0, tpot_ms=3.5), "none": SloClass()}
+    streams = [(4, 400, "tight")] * 8
+    *_, late = steps_of(tmp_path, classes, [*streams, (40, 2, "none")])
+    gaps = [b - a for a, b in itertools.pairwise([-1, *late])]
+    assert max(gaps) <= AGING + 1 and len(late) > 3 and max(gaps) > 3
+
+
+def test_a_decode_without_a_deadline_gets_on_beside_prompts_that_need_every_step(tmp_path) -> None:
+    classes = {"first": SloClass(ttft_ms=160.0), "none": SloClass()}
+    stream, late = steps_of(tmp_path, classes, [(4, 400, "none"), (1000, 2, "first")])
+    during = [step for step in stream if step <= late[-1]]
+    gaps = [b - a for a, b in itertools.pairwise([-1, *during])]
+    assert max(gaps) <= AGING + 1 and max(gaps) > 3
