@@ -167,10 +167,16 @@ def _curves(config: EngineConfig, fits: "_Room") -> dict[str, _Series]:
         found = [(c, Probe((), ((c, size),), "none")) for c in starts]
         return [(c, probe) for c, probe in found if fits(probe)]
 
+    def mixed(size: int) -> list[tuple[int, Probe]]:
+        rows = sorted({1, *(n for n in (seats // 4, seats // 2, seats - 1) if n > 0)})
+        found = [(n, Probe((contexts[1],) * n, ((0, size - n),), "greedy")) for n in rows]
+        return [(n, probe) for n, probe in found if size - n > 1 and n < seats and fits(probe)]
+
     return {
         "T(bucket)": {"prefill": buckets, "decode": singles},
         "T_decode(context)": {f"{rows} rows": decode(rows) for rows in some},
         "T_prefill(prefix)": {f"{size} tokens": prefill(size) for size in chunks},
+        "T_mixed(decodes)": {f"{size} tokens": mixed(size) for size in chunks},
         "T_sample(rows)": {
             kind: [(rows, Probe((1,) * rows, (), kind)) for rows in config.buckets.rows]
             for kind in samplers

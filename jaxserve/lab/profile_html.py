@@ -12,6 +12,7 @@ _AXES = {
     "T(bucket)": "Device time of a step against its bucket",
     "T_decode(context)": "Decodes: device time against the context of each row",
     "T_prefill(prefix)": "Chunks: device time against the tokens before them",
+    "T_mixed(decodes)": "Mixed steps of a size: device time against the decodes in it",
     "T_sample(rows)": "Decodes of one token, by rows and sampler",
 }
 

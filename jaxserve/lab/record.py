@@ -10,11 +10,14 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 import jaxserve
 from jaxserve import settings
 from jaxserve.batch.flight import Flight
 from jaxserve.config import EngineConfig
 from jaxserve.engine import Engine
+from jaxserve.kv.groups import FULL, Windows, most_held
 from jaxserve.lab import perfetto, trace
 from jaxserve.lab.prefixes import Prefixes
 from jaxserve.lab.trace import RequestRow, Step
@@ -35,11 +38,14 @@ class Recorder:
         write: Callable[[Step | RequestRow], None],
         config: EngineConfig,
         clock: Callable[[], float] = time.monotonic,
+        windows: Windows = FULL,
     ) -> None:
         self._write = write
         self._clock = clock
         self._start = clock()
-        self._block_size = config.cache.block_size
+        size = self._block_size = config.cache.block_size
+        # Of each group of layers: blocks that a request holds at most.
+        self._most = [most_held(window, size, config.max_chunk) or 2**31 for window in windows]
         self._prefixes = Prefixes(config)
         self._open: dict[int, _Open] = {}
         self._partial: dict[int, int] = {}  # request in its prefill -> tokens computed
@@ -98,15 +104,18 @@ class Recorder:
         plan, size = flight.plan, self._block_size
         for request in plan.preempted:
             self._partial.pop(request.number, None)
-        blocks = int((plan.decodes.starts // size + 1).sum())
+        ends = [plan.decodes.starts + 1]
         for request, start, num_tokens, _, samples in plan.chunks:
             end = start + num_tokens
             self._partial.pop(request.number, None)
             if samples or request.status is Status.FINISHED:
-                blocks += -(-end // size)
+                ends.append(np.array([end]))
             else:
                 self._partial[request.number] = end
-        return blocks + sum(-(-end // size) for end in self._partial.values())
+        blocks = -(
+            -np.concatenate([*ends, np.array(list(self._partial.values()), np.int64)]) // size
+        )
+        return int(sum(np.minimum(blocks, most).sum() for most in self._most))
 
     def _late(self, flight: Flight, planned_at: float) -> int:
         ended, plan = self._ended, flight.plan
@@ -193,7 +202,9 @@ class Recording:
     def __init__(self, path: Path, engine: Engine, header: trace.Header, **options: Any) -> None:
         self._engine = engine
         self._writer = trace.Writer(path, header)
-        self._recorder = Recorder(self._writer.write, engine.config, **options)
+        self._recorder = Recorder(
+            self._writer.write, engine.config, windows=engine.limits.windows, **options
+        )
         engine.observer = self._recorder
 
     def close(self) -> None:

@@ -33,7 +33,7 @@ def without_network(command: list[str]) -> list[str]:
     return ["unshare", "-rn", *command] if tried.returncode == 0 else command
 
 
-def test_a_job_opens_no_connection(tmp_path: Path, engine_options: list[str]):
+def test_cve_2026_34753_a_job_opens_no_connection(tmp_path: Path, engine_options: list[str]):
     given, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     address = "http://127.0.0.1:9/x"
     picture = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": address}}]}

@@ -10,6 +10,7 @@ from jaxserve.batch.step import Batch, StepResult
 from jaxserve.config import EngineConfig
 from jaxserve.costs import CostModel
 from jaxserve.engine import Engine, ModelLimits
+from jaxserve.kv.groups import FULL, Windows
 from jaxserve.lab import trace
 from jaxserve.lab.record import Recording, header_of
 from jaxserve.request import SamplingParams
@@ -68,11 +69,12 @@ class Rig:
         seconds: Callable[[Batch], float] = affine,
         max_len: int = 1000,
         costs: CostModel | None = None,
+        windows: Windows = FULL,
     ) -> None:
         self.clock = Clock()
         self.config = resolve(config, max_len, 1)
         self.runner = TimedRunner(self.clock, self.config.scheduler.max_seqs, seconds)
-        limits = ModelLimits(VOCAB, frozenset({EOS}))
+        limits = ModelLimits(VOCAB, frozenset({EOS}), windows)
         self.records = []
         self.engine = Engine(
             self.config, self.runner, limits, clock=self.clock, on_step=self.records.append

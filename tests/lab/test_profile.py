@@ -136,11 +136,12 @@ def test_table_text_and_object_say_the_same(found: Profile, tmp_path: Path):
     assert made["errors"]["held-out shapes"]["steps"] == profile.HELD_OUT
     assert f"{found.held_out.median:.1%}" in text and "program[256]" in text
     assert {"T(bucket)", "T_decode(context)", "T_prefill(prefix)"} <= set(made["curves"])
+    assert len(made["curves"]["T_mixed(decodes)"]["64 tokens"]) > 2
 
 
 def test_the_page_loads_nothing_and_holds_every_plot(found: Profile):
     page = profile_html.page(found, profile_text.table(found, "m<b>", {"device": "cpu"}))
-    assert page.count("<svg") == 5 and page.count("<circle") > 60
+    assert page.count("<svg") == 6 and page.count("<circle") > 60
     assert "http" not in page and "m&lt;b&gt;" in page and "<b>" not in page
     assert not re.search(r"[=\",( ]-?(nan|inf)\b", page)
 

@@ -67,6 +67,17 @@ def test_a_trace_agrees_with_the_engine(overlap: bool, tmp_path: Path):
     assert sum(s.device for s in steps) == virtual
 
 
+def test_blocks_of_every_group_of_layers_belong_to_somebody(tmp_path: Path):
+    """Or the doctor would find blocks of nobody in a model with windows."""
+    rig = Rig(tmp_path / "t", config(blocks=400), windows=(None, 16, 16))
+    for i in range(12):
+        rig.add(prompt(20 + 7 * i, i), 40)
+    rig.run()
+    steps = rig.trace().steps
+    beyond = [s.kv_used - s.kv_live for s in steps[-len(steps) // 4 :]]
+    assert min(beyond) <= 0 and max(s.kv_used for s in steps) > 100
+
+
 def test_the_cut_of_every_step_is_the_snapping_function_s(tmp_path: Path):
     rig, found = busy(tmp_path / "t")
     cuts = 0

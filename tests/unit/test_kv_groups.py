@@ -8,22 +8,24 @@ from jaxserve.kv.groups import blocks_seen, longest_row, most_held, row_blocks
 from jaxserve.kv.manager import KVManager
 from jaxserve.kv.prefix_cache import PrefixCache
 from jaxserve.request import Request, SamplingParams, SeatProgress
+from model_zoo.kv_layout import kv_layout
 
 SEATS = 4
 BIG = 400
 
 
-def manager(windows: tuple, blocks: int, block_size: int, max_chunk: int, **more) -> KVManager:
+def manager(
+    windows: tuple, blocks: int, block_size: int, max_chunk: int, rows: int = BIG
+) -> KVManager:
     return KVManager(
         num_blocks=blocks,
         block_size=block_size,
         seats=SEATS,
-        blocks_per_row=-(-BIG // block_size),
+        blocks_per_row=-(-rows // block_size),
         prefix_caching=True,
         identity="m",
         windows=windows,
         max_chunk=max_chunk,
-        **more,
     )
 
 
@@ -208,3 +210,27 @@ def test_the_longest_request_fits_alone_and_no_longer_one(seed: int) -> None:
     while row.end < longest:
         assert row.step(min(chunk, longest - row.end))
         kv.check([row.request])
+
+
+GEMMA3_270M = [None if (layer + 1) % 6 == 0 else 512 for layer in range(18)]
+MISTRAL_7B = [4096] * 32
+
+
+@pytest.mark.parametrize(
+    ("layers", "tokens", "held", "of_all"),
+    [(GEMMA3_270M, 8_000, 1_005, 4_500), (MISTRAL_7B, 31_000, 4_128, 31_008)],
+    ids=["gemma-3-270m at 8,000 tokens", "mistral-7b at 31,000 tokens"],
+)
+def test_what_windows_save(layers: list, tokens: int, held: int, of_all: int) -> None:
+    """Blocks of one layer that a request holds while it decodes, against no groups."""
+    block_size, chunk = 32, 512
+    layout = kv_layout(len(layers), layers)
+    blocks = -(-tokens // block_size)
+    assert len(layers) * blocks == of_all
+    kv = manager(layout.windows, layout.num_groups * (blocks + 1), block_size, chunk, rows=tokens)
+    row = Row(kv, [0] * (tokens - 96), 0, tokens)
+    while row.end < tokens - 96:
+        assert row.step(min(chunk, tokens - 96 - row.end))
+    while row.end < tokens:
+        assert row.step(1)
+    assert layout.depth * kv.num_used == held
