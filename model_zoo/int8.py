@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 _STEPS = 127  # from 0 to the largest int8 on either side
 _FINER = 2 * _STEPS  # steps of the second digit in one of the first
-FEW_ROWS = 32  # at most so many are multiplied in integers
+FEW_ROWS = 64  # at most so many are multiplied in integers
 
 
 def quantize(weight: jax.Array) -> tuple[jax.Array, jax.Array]:

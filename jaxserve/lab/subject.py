@@ -189,4 +189,5 @@ def facts_of_model(config: EngineConfig, config_file: Path | None) -> Facts:
 
 
 def _facts(plan: dict[str, Any], pool_gib: float) -> Facts:
-    return Facts(plan["max_len"], plan["block_bytes"] / plan["block_size"], pool_gib)
+    token_bytes = plan["block_bytes"] * len(plan["windows"]) / plan["block_size"]  # of all groups
+    return Facts(plan["max_len"], token_bytes, pool_gib)

@@ -132,9 +132,9 @@ def decide(begin: float, decoders: Decoders, prompts: Sequence[Prompt], price: P
     alone = price.seconds(load, len(decoders.due))
     together = begin + alone <= decoders.due.min(initial=math.inf)
     split = not together and _can_take_turns(begin, decoders, price)
-    due, gap_due = (decoders.due, decoders.due) if split else _attainable(begin + alone, decoders)
-    ends = [prompt.due for prompt in prompts if _can_be_met(begin, prompt, price)]
-    first = min(due.min(initial=math.inf), min(ends, default=math.inf))
+    due, gap_due = (decoders.due, decoders.due) if split else _attainable(begin, alone, decoders)
+    prompts = [p if _can_be_met(begin, p, price) else p._replace(due=math.inf) for p in prompts]
+    first = min([due.min(initial=math.inf), *(prompt.due for prompt in prompts)])
     if not prompts and not split:
         return Pace(first)
     for end in () if split else (min(first, gap_due.min(initial=math.inf)), first):
@@ -159,11 +159,15 @@ def _can_take_turns(begin: float, decoders: Decoders, price: Price) -> bool:
     return True
 
 
-def _attainable(end: float, decoders: Decoders) -> tuple[Floats, Floats]:
-    """Deadlines that a step of decodes alone, over at `end`, can keep: one that is lost already
-    becomes TPOT after the last token, and where that is lost too, nothing is due."""
-    gap_due = np.where(decoders.gap_due >= end, decoders.gap_due, math.inf)
-    return np.where(decoders.due >= end, decoders.due, gap_due), gap_due
+def _attainable(begin: float, alone: float, decoders: Decoders) -> tuple[Floats, Floats]:
+    """Deadlines that a step of decodes alone can keep: one that is lost already becomes TPOT after
+    the last token, and where that is lost too, nothing is due.  Gaps that no step can keep should
+    still be no longer than two such steps, as long as no prompt is late for it."""
+    end = begin + alone
+    kept = decoders.gap_due >= end
+    later = np.where(kept, decoders.gap_due, math.inf)
+    due = np.where(decoders.due >= end, decoders.due, later)
+    return due, np.where(kept, decoders.gap_due, end + alone)
 
 
 def _can_be_met(begin: float, prompt: Prompt, price: Price) -> bool:

@@ -298,3 +298,8 @@ def test_the_command_estimates_a_chip_by_its_data_sheet(jaxserve):
 def test_bad_usage_is_one_line(words, jaxserve, recorded: Path):
     ran = jaxserve("lab", "simulate", *(word.format(recorded) for word in words))
     assert (ran.code, ran.out, ran.err.count("\n")) == (2, "", 1)
+
+
+def test_a_token_has_kv_in_every_group_of_layers() -> None:
+    plan = {"max_len": 100, "block_bytes": 640, "block_size": 32, "windows": [None, 16, 16]}
+    assert subject._facts(plan, 0.0).token_bytes == 60

@@ -40,7 +40,7 @@ def test_activations_lose_nothing_that_counts(rows: int) -> None:
     found = np.asarray(matmul(jnp.asarray(x), steps, scale))
     expected = x.astype(np.float64) @ (np.asarray(steps) * np.asarray(scale)[:, None]).T
     worst = np.abs(found - expected).max(axis=1) / np.sqrt(np.mean(expected**2, axis=1))
-    assert worst.max() < 1e-3  # one digit alone: 0.03
+    assert worst.max() < 2e-3  # one digit alone: 0.1
 
 
 def test_a_row_s_result_depends_on_no_neighbour() -> None:
