@@ -57,6 +57,7 @@ class KVManager:
         self.block_size = block_size
         # i32[groups, seats, P].  Places before the window of a row name a block that it sees.
         self.tables = np.zeros((len(windows), seats, blocks_per_row), np.int32)
+        self._of_group = list(self.tables)  # views: faster than making one a use
         self._groups = [
             _Group(window or _UNBOUNDED, most_held(window, block_size, max_chunk) or _UNBOUNDED)
             for window in windows
@@ -149,7 +150,7 @@ class KVManager:
             return False
         self._promised -= within
         for index in range(have, end):
-            for table in self.tables:
+            for table in self._of_group:
                 block, evicts = self._pool.take()
                 if evicts:
                     self._cache.forget(block)
@@ -164,7 +165,8 @@ class KVManager:
         if first == last:
             return
         if publish and self._prefix_caching:
-            blocks = self.tables[:, request.seat, first:last].tolist()
+            seat = request.seat
+            blocks = [table[seat, first:last].tolist() for table in self._of_group]
             self._cache.publish(request.digests, request.tokens, first, blocks, request.salt)
         if self._windowed:
             self._landed[request.seat] = last
