@@ -76,7 +76,7 @@ def browser() -> Iterator[Any]:
 
 
 def shows(page: Any, name: str, pattern: str) -> None:
-    """Waits for it: a rate needs two looks at the metrics."""
+    """Waits for it: the page looks once a second."""
     wait_for(lambda: re.fullmatch(pattern, page.locator(name).inner_text()) is not None)
 
 
