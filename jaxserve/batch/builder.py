@@ -11,10 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxserve.batch.logprobs import scored_targets
-from jaxserve.batch.samples import SAMPLERS, SeatTable
+from jaxserve.batch.samples import SeatTable
 from jaxserve.batch.step import Batch, SampleInputs, ScoreInputs, SeatReset
 from jaxserve.config import EngineConfig
-from jaxserve.request import Request
+from jaxserve.request import SAMPLERS, Request
 from jaxserve.scheduler.plan import Ints, Plan
 from model_zoo.step_inputs import StepInputs, packed_size, step_shapes, unpack
 

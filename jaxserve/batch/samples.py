@@ -7,10 +7,9 @@ from numpy.typing import NDArray
 
 from jaxserve.batch.logprobs import wants_scores
 from jaxserve.batch.step import SampleInputs
-from jaxserve.request import MAX_BIAS, MAX_EOS_IDS, MAX_STOP_IDS, Request
+from jaxserve.request import MAX_BIAS, MAX_EOS_IDS, MAX_STOP_IDS, SAMPLERS, Request
 
 STOP_WIDTH = MAX_STOP_IDS + MAX_EOS_IDS  # A of SampleInputs
-SAMPLERS = ("greedy", "random", "full")  # each serves what those before it serve
 
 
 def neutral(rows: int, *, token_index: int, seats: int, vocab_size: int) -> SampleInputs:
@@ -71,7 +70,7 @@ class SeatTable:
             table.bias_ids[seat, : len(asked.logit_bias)] = list(asked.logit_bias)
             table.bias[seat, : len(asked.logit_bias)] = list(asked.logit_bias.values())
         self._biased[seat] = bool(asked.logit_bias)
-        self._level[seat] = 2 if asked.needs_full else int(not asked.is_greedy)
+        self._level[seat] = asked.sampler
         self._logprobs[seat] = asked.logprobs is not None
         self._scores[seat] = wants_scores(request)
 

@@ -38,8 +38,7 @@ def check(args: argparse.Namespace) -> None:
     """Raises UsageError."""
     if not args.ray and (args.ray_workers is not None or args.ray_resources is not None):
         raise common.UsageError("--ray-workers and --ray-resources need --ray")
-    if args.ray_workers is not None and args.ray_workers < 1:
-        raise common.UsageError(f"--ray-workers {args.ray_workers} must be at least 1")
+    common.check_at_least_one(args, "ray_workers")
     if args.ray and (args.record is not None or args.trace_out is not None):
         raise common.UsageError("--record and --trace-out are for one engine, not for --ray")
     if args.ray:

@@ -71,14 +71,9 @@ def _read(args: argparse.Namespace) -> "list[WorkItem]":
     from jaxserve.offline.errors import InputError
     from jaxserve.offline.workload import read_workload
 
-    if args.repeat < 1:
-        raise common.UsageError(f"--repeat {args.repeat} must be at least 1")
-    for name in ("slo_ttft_ms", "slo_tpot_ms"):
-        limit = getattr(args, name)
-        if limit is not None and not 0 < limit < float("inf"):
-            raise common.UsageError(f"--{name.replace('_', '-')} {limit} must be above 0")
-    if args.save_outputs is not None and not args.save_outputs.parent.is_dir():
-        raise common.UsageError(f"the folder of --save-outputs does not exist: {args.save_outputs}")
+    common.check_at_least_one(args, "repeat")
+    common.check_above_zero(args, "slo_ttft_ms", "slo_tpot_ms")
+    common.check_folders(args, "save_outputs")
     try:
         return read_workload(args.workload)
     except InputError as error:

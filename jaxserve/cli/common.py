@@ -83,6 +83,34 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def check_above_zero(args: argparse.Namespace, *names: str) -> None:
+    """Raises UsageError for an option that was given as something else."""
+    for name in names:
+        value = getattr(args, name)
+        if value is not None and not 0 < value < float("inf"):
+            raise UsageError(f"{_option(name)} {value} must be above 0")
+
+
+def check_at_least_one(args: argparse.Namespace, *names: str) -> None:
+    """Raises UsageError for an option that was given as less."""
+    for name in names:
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise UsageError(f"{_option(name)} {value} must be at least 1")
+
+
+def check_folders(args: argparse.Namespace, *names: str) -> None:
+    """Raises UsageError for an option that names a file in a folder that is not there."""
+    for name in names:
+        path = getattr(args, name)
+        if path is not None and not path.absolute().parent.is_dir():
+            raise UsageError(f"the folder of {_option(name)} does not exist: {path}")
+
+
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
 def read_config(args: argparse.Namespace) -> "EngineConfig":
     """Raises UsageError for settings that cannot be read."""
     from jaxserve import settings

@@ -85,16 +85,9 @@ def _variants(args: argparse.Namespace) -> "list[Variant]":
     from jaxserve.offline.errors import InputError
     from jaxserve.offline.workload import read_workload
 
-    if args.repeats < 1:
-        raise common.UsageError(f"--repeats {args.repeats} must be at least 1")
-    for option in ("ttft_slo", "tpot_slo", "timeout"):
-        value = getattr(args, option)
-        if value is not None and not 0 < value < float("inf"):
-            raise common.UsageError(f"--{option.replace('_', '-')} {value} must be above 0")
-    for option in ("html", "picture"):
-        path = getattr(args, option)
-        if path is not None and not path.absolute().parent.is_dir():
-            raise common.UsageError(f"the folder of --{option} does not exist: {path}")
+    common.check_at_least_one(args, "repeats")
+    common.check_above_zero(args, "ttft_slo", "tpot_slo", "timeout")
+    common.check_folders(args, "html", "picture")
     try:
         read_workload(args.workload)
         found = variants(args.configs, args.sweep)

@@ -27,14 +27,12 @@ def register(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    limit = args.tpot_slo
-    if limit is not None and not 0 < limit < float("inf"):
-        raise common.UsageError(f"--tpot-slo {limit} must be above 0")
+    common.check_above_zero(args, "tpot_slo")
     from jaxserve.lab import doctor, trace
 
     try:
         loaded = trace.load(args.run)
-        findings = doctor.diagnose(loaded, tpot_ms=limit)
+        findings = doctor.diagnose(loaded, tpot_ms=args.tpot_slo)
     except ValueError as error:
         raise common.UsageError(common.one_line(error)) from error
     if args.json:

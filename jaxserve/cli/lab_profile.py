@@ -41,12 +41,8 @@ def register(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    if not 0 < args.seconds < float("inf"):
-        raise common.UsageError(f"--seconds {args.seconds} must be above 0")
-    for option in ("output", "html"):
-        path = getattr(args, option)
-        if path is not None and not path.absolute().parent.is_dir():
-            raise common.UsageError(f"the folder of --{option} does not exist: {path}")
+    common.check_above_zero(args, "seconds")
+    common.check_folders(args, "output", "html")
     config = common.read_config(args)
     records: list[StepRecord] = []
     assembly = common.assemble(config, args, on_step=records.append)

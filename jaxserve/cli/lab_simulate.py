@@ -120,13 +120,8 @@ def run(args: argparse.Namespace) -> int:
 
 def check(args: argparse.Namespace) -> None:
     """Raises UsageError for options that are wrong by themselves."""
-    for option in ("rate", "efficiency", "host_ms", "ttft_slo", "tpot_slo"):
-        value = getattr(args, option)
-        if value is not None and not 0 < value < float("inf"):
-            raise common.UsageError(f"--{option.replace('_', '-')} {value} must be above 0")
-    for option in ("requests", "burst"):
-        if getattr(args, option) < 1:
-            raise common.UsageError(f"--{option} {getattr(args, option)} must be at least 1")
+    common.check_above_zero(args, "rate", "efficiency", "host_ms", "ttft_slo", "tpot_slo")
+    common.check_at_least_one(args, "requests", "burst")
     if args.seed < 0:
         raise common.UsageError(f"--seed {args.seed} must be at least 0")
     loads = [name for name in ("trace", "workload", "rate") if getattr(args, name) is not None]
@@ -169,16 +164,12 @@ def read_subject(args: argparse.Namespace, recorded: "Trace | None") -> "Subject
 def read_load(args: argparse.Namespace, recorded: "Trace | None", max_len: int) -> "list[Arrival]":
     """Raises ValueError for a load that cannot be read or drawn."""
     from jaxserve.lab import arrivals
-    from jaxserve.offline.errors import InputError
     from jaxserve.offline.workload import read_workload
 
     if recorded is not None:
         return arrivals.of_trace(recorded)
     if args.workload is not None:
-        try:
-            return arrivals.of_workload(read_workload(args.workload))
-        except InputError as error:
-            raise common.UsageError(str(error)) from error
+        return arrivals.of_workload(read_workload(args.workload))
     prompt = arrivals.lengths(args.prompt_tokens, max_len - 1)
     output = arrivals.lengths(args.output_tokens, max_len - 1)
     return arrivals.generated(

@@ -47,12 +47,8 @@ def register(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    for name in ("max_programs", "max_compile_seconds", "max_memory"):
-        value = getattr(args, name)
-        if value is not None and not 0 < value < float("inf"):
-            raise common.UsageError(f"--{name.replace('_', '-')} {value} must be above 0")
-    if args.write is not None and not args.write.absolute().parent.is_dir():
-        raise common.UsageError(f"the folder of --write does not exist: {args.write}")
+    common.check_above_zero(args, "max_programs", "max_compile_seconds", "max_memory")
+    common.check_folders(args, "write")
     from jaxserve.lab import suggest, trace
 
     limits = suggest.Limits(

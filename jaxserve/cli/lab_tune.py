@@ -69,17 +69,11 @@ def run(args: argparse.Namespace) -> int:
 
 def _check(args: argparse.Namespace) -> "EngineConfig":
     """Raises UsageError for anything that would fail later."""
-    for option in ("ttft_slo", "tpot_slo", "timeout"):
-        value = getattr(args, option)
-        if value is not None and not 0 < value < float("inf"):
-            raise common.UsageError(f"--{option.replace('_', '-')} {value} must be above 0")
-    for option in ("measure", "repeats"):
-        if getattr(args, option) < 1:
-            raise common.UsageError(f"--{option} {getattr(args, option)} must be at least 1")
+    common.check_above_zero(args, "ttft_slo", "tpot_slo", "timeout")
+    common.check_at_least_one(args, "measure", "repeats")
     if args.ttft_slo is None and args.tpot_slo is None:
         raise common.UsageError("name a limit: --ttft-slo, --tpot-slo or both")
-    if args.write is not None and not args.write.absolute().parent.is_dir():
-        raise common.UsageError(f"the folder of --write does not exist: {args.write}")
+    common.check_folders(args, "write")
     return common.read_config(args)
 
 
@@ -104,13 +98,9 @@ def _tune(
     args: argparse.Namespace, config: "EngineConfig", limits: "Limits", processes: "Processes"
 ) -> "Tuned":
     from jaxserve.lab import arrivals, compare, tune
-    from jaxserve.offline.errors import InputError
     from jaxserve.offline.workload import read_workload
 
-    try:
-        offered = arrivals.of_workload(read_workload(args.workload))
-    except InputError as error:
-        raise common.UsageError(str(error)) from error
+    offered = arrivals.of_workload(read_workload(args.workload))
     base = tune.current(config)
     costs = _costs(args, processes, base)
     facts = costs.facts

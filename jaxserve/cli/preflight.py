@@ -53,8 +53,7 @@ def run(args: argparse.Namespace) -> int:
     from jaxserve.preflight import check, describe, report, target
     from jaxserve.preflight.child import Job
 
-    if args.context < 1:
-        raise common.UsageError(f"--context {args.context} must be at least 1")
+    common.check_at_least_one(args, "context")
     config = common.read_config(args)
     with _clear_errors():
         wanted = target.parse(args.target)

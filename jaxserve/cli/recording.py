@@ -31,11 +31,7 @@ def add_options(parser: Any) -> None:
 
 def check(args: argparse.Namespace) -> None:
     """Raises UsageError."""
-    for name in _FILES:
-        path = getattr(args, name)
-        if path is not None and not path.absolute().parent.is_dir():
-            option = f"--{name.replace('_', '-')}"
-            raise common.UsageError(f"the folder of {option} does not exist: {path}")
+    common.check_folders(args, *_FILES)
 
 
 def during(

@@ -5,6 +5,7 @@ layers, so that one pool serves them all.  A group with a window lets go the blo
 step reads: those wholly before the window of the next token to compute.
 """
 
+import functools
 from collections.abc import Sequence
 
 Windows = tuple[int | None, ...]
@@ -35,6 +36,7 @@ def row_blocks(windows: Windows, num_tokens: int, block_size: int, max_chunk: in
     return _held(most, -(-num_tokens // block_size))
 
 
+@functools.lru_cache(64)  # asked for every request
 def longest_row(
     windows: Windows, num_blocks: int, block_size: int, max_chunk: int, max_len: int
 ) -> int:

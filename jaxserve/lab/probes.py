@@ -13,7 +13,7 @@ from jaxserve.engine import shape_of
 from jaxserve.request import Request, SamplingParams
 from jaxserve.scheduler.plan import Chunk, Decodes, Plan
 
-_SAMPLING = {
+SAMPLING = {  # sampling program -> what a request asks for that needs it
     "greedy": SamplingParams(temperature=0.0),
     "random": SamplingParams(temperature=0.8, top_p=0.9, seed=1),
     "full": SamplingParams(temperature=0.8, logit_bias={1: 0.5}, seed=1),
@@ -48,10 +48,9 @@ class Probes:
         self._builder = BatchBuilder(config, self._tables, vocab_size)
 
     def batch(self, probe: Probe) -> tuple[Batch, StepShape]:
-        plan = self._plan(probe)
         self._lay_blocks(probe)
-        batch = self._builder.build(plan)
-        return batch, shape_of(plan, batch)
+        batch = self._builder.build(self._plan(probe))
+        return batch, shape_of(batch)
 
     def _lay_blocks(self, probe: Probe) -> None:
         size = self._config.cache.block_size
@@ -67,7 +66,7 @@ class Probes:
 
     def _plan(self, probe: Probe) -> Plan:
         singles = len(probe.contexts)
-        sampling = _SAMPLING.get(probe.sampler, _SAMPLING["greedy"])
+        sampling = SAMPLING.get(probe.sampler, SAMPLING["greedy"])
         requests = [
             _request(seat, sampling, end)
             for seat, end in enumerate([1] * singles + [s + n for s, n in probe.chunks])

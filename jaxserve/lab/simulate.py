@@ -16,6 +16,7 @@ from jaxserve.costs import CostModel
 from jaxserve.engine import Engine, ModelLimits, QueueFull
 from jaxserve.lab import arrivals as loads
 from jaxserve.lab.arrivals import Arrival
+from jaxserve.lab.probes import SAMPLING
 from jaxserve.lab.trace import Trace
 from jaxserve.lab.virtual import Clock, VirtualRunner
 from jaxserve.metrics import StepRecord
@@ -24,12 +25,6 @@ from jaxserve.offline.workload import LATE_AFTER, Replay
 from jaxserve.request import Request, SamplingParams
 
 VOCAB = 1 << 20
-SAMPLERS: dict[str, dict[str, Any]] = {  # sampling program -> what a request asks for that needs it
-    "greedy": {"temperature": 0.0},
-    "random": {"temperature": 1.0},
-    "full": {"temperature": 1.0, "presence_penalty": 0.1},
-}
-
 MakeEngine = Callable[..., Engine]  # called as `Engine`; a simulation of other rules gives its own
 
 
@@ -54,7 +49,7 @@ def play(
     make_engine: MakeEngine = Engine,
 ) -> Played:
     """Runs the load to its end.  `config` is resolved; `offered` in the order of arrival; `sampler`
-    is a name of SAMPLERS.
+    is a name of SAMPLING.
 
     Raises ValueError for a request that can never run under the config.
     """
@@ -95,7 +90,7 @@ class _Player:
         self, engine: Engine, clock: Clock, offered: Sequence[Arrival], sampler: str
     ) -> None:
         self.engine, self.clock = engine, clock
-        self._options = SAMPLERS[sampler]
+        self._sampling = SAMPLING[sampler]
         self.served: list[Arrival] = []
         self.requests: list[Request] = []
         self.times: list[list[float]] = []
@@ -130,7 +125,7 @@ class _Player:
 
     def _submit(self, arrival: Arrival, prompt: tuple[int, ...], at: float) -> None:
         """`at`: when it came, which may be during the last step."""
-        wanted = SamplingParams(max_tokens=arrival.output, ignore_eos=True, **self._options)
+        wanted = dataclasses.replace(self._sampling, max_tokens=arrival.output, ignore_eos=True)
         try:
             (request,) = self.engine.add(prompt, wanted)
         except QueueFull:
@@ -145,7 +140,7 @@ class _Player:
 
 def sampler_of(trace: Trace) -> str:
     """The commonest sampling program of a recorded run."""
-    used = collections.Counter(step.sampler for step in trace.steps if step.sampler in SAMPLERS)
+    used = collections.Counter(step.sampler for step in trace.steps if step.sampler in SAMPLING)
     return max(used, key=lambda name: used[name], default="greedy")
 
 

@@ -4,7 +4,8 @@ is moved and never waited for."""
 import numpy as np
 
 from jaxserve.batch.step import Batch, StepResult
-from jaxserve.costs import NO_STEP, CostModel, StepShape
+from jaxserve.costs import CostModel
+from jaxserve.engine import shape_of
 
 TOKEN = 0  # what every row samples
 
@@ -42,17 +43,3 @@ class VirtualRunner:
         result, done = handle
         self._clock.now = max(self._clock.now, done)
         return result
-
-
-def shape_of(batch: Batch) -> StepShape:
-    """What the time of a batch depends on."""
-    inputs = batch.inputs
-    singles = int(inputs.num_decodes[0])
-    shape = NO_STEP.with_singles(inputs.kv_lens[:singles])
-    if batch.num_tokens > singles:
-        counts = np.diff(inputs.query_starts[singles:])
-        counts = counts[counts > 0].tolist()
-        ends = inputs.kv_lens[singles : singles + len(counts)].tolist()
-        for count, end in zip(counts, ends, strict=True):
-            shape = shape.with_chunk(end - count, count)
-    return shape._replace(bucket=batch.token_bucket, rows=batch.row_bucket, sampler=batch.sampler)

@@ -1,5 +1,6 @@
 """Answers in the form of OpenAI's API."""
 
+import functools
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -88,8 +89,12 @@ class Choice:
         self._tokenizer = tokenizer
         self._is_chat = is_chat
         self._token_ids = token_ids
-        self._places = Detokenizer(tokenizer, prompt)
+        self._prompt = prompt
         self._place = 0  # characters of the tokens so far
+
+    @functools.cached_property
+    def _places(self) -> Detokenizer:
+        return Detokenizer(self._tokenizer, self._prompt)
 
     def write(self, part: Sample | Chunk) -> dict[str, Any]:
         """Its entry in `choices`; of a chunk what it adds, for an event of a stream."""

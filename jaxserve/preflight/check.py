@@ -245,7 +245,7 @@ def advice(result: Result) -> list[str]:
         found.append(f"a smaller pool: cache.num_blocks={pool} (or leave it at 0)")
     elif pool:
         longest = longest_row(
-            plan["windows"], pool, plan["block_size"], plan["max_chunk"], plan["max_len"]
+            tuple(plan["windows"]), pool, plan["block_size"], plan["max_chunk"], plan["max_len"]
         )
         found.append(f"shorter requests: model.max_len={longest}")
     if scratch_bytes(result) > usable // 10:

@@ -170,9 +170,9 @@ class _Canary:
         size = min(bucket, self.runner.config.buckets.tokens[-1])
         decode = (0, self.length, self.length + 1)
         steps = [[piece] for piece in _slices(0, self.length, size)]
-        beside = _slices(1, self.second, max(1, size - 1))
-        steps.append([decode, *beside[:1]] if size > 1 else [decode])
-        steps += [[piece] for piece in (beside[1:] if size > 1 else beside)]
+        others = _slices(1, self.second, max(1, size - 1))
+        beside = others[: min(1, size - 1)]  # of them, in the step of the decode
+        steps += [[decode, *beside], *([piece] for piece in others[len(beside) :])]
         return np.concatenate([self._step(bucket, rows) for rows in steps])
 
     def clean(self) -> None:

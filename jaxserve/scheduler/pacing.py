@@ -7,13 +7,12 @@ import numpy as np
 
 from jaxserve.config import EngineConfig
 from jaxserve.costs import NO_STEP, OnlineCosts
-from jaxserve.request import Request
+from jaxserve.request import SAMPLERS, Request
 from jaxserve.scheduler import time_budget
 from jaxserve.scheduler.plan import Bools, Chunk, Decodes
 from jaxserve.scheduler.time_budget import Decoders, Floats, Price, Prompt, StepTime
 
 FRONT = 16  # waiting requests that are looked at
-SAMPLERS = ("greedy", "random", "full")
 
 
 class Pacing:
@@ -35,11 +34,11 @@ class Pacing:
 
     def sit(self, request: Request) -> None:
         """`request` has taken its seat."""
-        seat, asked = request.seat, request.sampling
+        seat = request.seat
         self._anchor[seat], self._tpot[seat] = request.anchor, request.tpot_s
         self._prompt[seat] = request.num_prompt
         self._waited[seat] = 0
-        self._level[seat] = 2 if asked.needs_full else int(not asked.is_greedy)
+        self._level[seat] = request.sampling.sampler
 
     def decide(
         self, begin: float, decodes: Decodes, prompts: Sequence[Request], costs: OnlineCosts

@@ -37,7 +37,6 @@ class BoundedProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(_Lingering(transport, self))  # type: ignore[arg-type]
         self._refused = False
-        self._in_body = False
         self._unsent = sys.maxsize  # bytes, when last looked at
         self._in_headers = True
         self._header_bytes = 0
@@ -69,7 +68,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._disarm()
-        self._in_headers, self._header_bytes, self._in_body = False, 0, True
+        self._in_headers, self._header_bytes = False, 0
         size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
         if len(self.headers) > MAX_HEADERS or size > self.bounds.max_header_bytes:
             self._refuse(431, "the headers are too long or too many")
@@ -81,14 +80,14 @@ class BoundedProtocol(HttpToolsProtocol):
             super().on_body(body)
 
     def on_message_complete(self) -> None:
-        self._in_headers, self._in_body = True, False  # of the next request
+        self._in_headers = True  # of the next request
         if not self._refused:
             super().on_message_complete()
 
     @property
     def is_sending(self) -> bool:
         """Is the client in the middle of a request, as far as we know?"""
-        return self._refused or self._in_body
+        return self._refused or not self._in_headers
 
     def stop_listening(self) -> None:
         """What still comes is thrown away."""
