@@ -1,6 +1,7 @@
 """Is a data type good enough to serve with?  One model twice, in float32 and in the type to judge.
 
-    python -m tools.check_quality [--dtype bfloat16] [--quantize int8] [--model M] [--json]
+    python -m tools.check_quality [--dtype bfloat16] [--kv-dtype bfloat16] [--quantize int8]
+                                  [--model M] [--json]
 
 Both run the engine's own programs over the same tokens: 20 committed texts (prose, chat, code,
 data, other scripts), each followed by the float32 model's own greedy answer, and one document of
@@ -24,6 +25,7 @@ from rich.table import Table
 from jaxserve.batch.step import Batch, StepResult
 from jaxserve.build import Assembly, assemble
 from jaxserve.config import (
+    DTYPES,
     QUANTIZE,
     CacheConfig,
     EngineConfig,
@@ -230,12 +232,12 @@ def measure(
     return {name: part.figures() for name, part in (parts | {"all": everything}).items()}
 
 
-def load(model: str, dtype: str, quantize: str = "none") -> Assembly:
+def load(model: ModelConfig, kv_dtype: str) -> Assembly:
     """The model as it is served by default, but for what this check never uses."""
     return assemble(
         EngineConfig(
-            model=ModelConfig(name=model, dtype=dtype, quantize=quantize),
-            cache=CacheConfig(memory_gib=0.5, prefix_caching=False),
+            model=model,
+            cache=CacheConfig(memory_gib=0.5, prefix_caching=False, dtype=kv_dtype),
             scheduler=SchedulerConfig(max_seqs=32),
             sampling=SamplingConfig(random=False, penalties=False),
             runner=RunnerConfig(prove=False),
@@ -244,10 +246,11 @@ def load(model: str, dtype: str, quantize: str = "none") -> Assembly:
 
 
 def check(
-    model: str, dtype: str, quantize: str = "none", *, length: int = ANSWER_TOKENS
+    judged: ModelConfig, kv_dtype: str = "auto", *, length: int = ANSWER_TOKENS
 ) -> dict[str, Figures]:
-    """`measure` on the committed texts; a model in float32, and in `dtype` and `quantize`."""
-    made = [load(model, "float32"), load(model, dtype, quantize)]
+    """`measure` on the committed texts; the model in float32 throughout, and as `judged` over KV of
+    `kv_dtype`."""
+    made = [load(ModelConfig(judged.name, dtype="float32"), "auto"), load(judged, kv_dtype)]
     try:
         reference, other = (Subject(assembly) for assembly in made)
         prompts = files.real_prompts().values()
@@ -263,16 +266,22 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", default=ModelConfig().name, help="a name or a path")
     parser.add_argument("--dtype", default="bfloat16", help="the type to judge")
+    parser.add_argument("--kv-dtype", default="auto", choices=DTYPES, help="of its KV; auto: as it")
     parser.add_argument("--quantize", default="none", choices=QUANTIZE, help="its weights")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     args = parser.parse_args()
     try:
-        found = check(args.model, args.dtype, args.quantize)
+        judged = ModelConfig(args.model, args.dtype, args.quantize)
+        found = check(judged, args.kv_dtype)
     except (ValueError, OSError) as error:
         print(f"check_quality: {error}", file=sys.stderr)
         return 2
     wrong = failures(found["all"])
-    name = args.dtype if args.quantize == "none" else f"{args.dtype} with {args.quantize} weights"
+    name = args.dtype
+    if args.quantize != "none":
+        name += f" with {args.quantize} weights"
+    if args.kv_dtype != "auto":
+        name += f" over {args.kv_dtype} KV"
     if args.json:
         figures = {name: dataclasses.asdict(part) for name, part in found.items()}
         print(json.dumps({"judged": name, "failures": wrong, "figures": figures}))

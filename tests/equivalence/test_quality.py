@@ -119,7 +119,7 @@ def test_logits_are_read_where_layers_are_calls(make_rig: Callable[..., Rig]) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["bfloat16"])
-def test_the_default_model_is_the_same_in(dtype: str) -> None:
-    found = check_quality.check(check_quality.ModelConfig().name, dtype)
+@pytest.mark.parametrize(("dtype", "kv_dtype"), [("bfloat16", "auto"), ("float32", "bfloat16")])
+def test_the_default_model_is_the_same_in(dtype: str, kv_dtype: str) -> None:
+    found = check_quality.check(check_quality.ModelConfig(dtype=dtype), kv_dtype)
     assert failures(found["all"]) == []
