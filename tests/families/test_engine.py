@@ -25,13 +25,21 @@ from jaxserve.config import (
 from jaxserve.engine import Engine, ModelLimits
 from jaxserve.kv.groups import row_blocks
 from jaxserve.request import SamplingParams
-from tests.equivalence.rig import EOS, ONLY_GREEDY, Poisoner, generate, write_tokenizer
+from tests.equivalence.rig import (
+    EOS,
+    ONLY_GREEDY,
+    Poisoner,
+    generate,
+    refuse_growth,
+    write_tokenizer,
+)
 from tests.families.cases import LENGTH, NAMES, NUM_GREEDY, SHORT, VOCAB, Case, case
 
 BLOCK = 8
 MAX_LEN = LENGTH + NUM_GREEDY + 2
 CHUNKS = (1, BLOCK - 1, BLOCK, BLOCK + 1, 13, MAX_LEN)
 TIGHT, ROOMY = 1.5, 4  # pool to what the longest of three requests (17 + 13 + 13 blocks) needs
+REFUSED = (4, 9, 25)  # wishes for a block: where a window lets blocks go, TIGHT may be enough
 FEW = ("gemma3", "mistral", "qwen3_moe")
 GREEDY = SamplingParams(
     temperature=0.0, max_tokens=NUM_GREEDY, ignore_eos=True, logprobs=1, prompt_logprobs=1
@@ -85,6 +93,7 @@ class FamilyRig:
 
 def check(rig: FamilyRig, expected: Case, chunk: int) -> None:
     engine = rig.engine(chunk, TIGHT)
+    refuse_growth(engine, REFUSED)
     prompts = [expected.prompts[length] for length in (LENGTH, SHORT, SHORT)]
     unscored = dataclasses.replace(GREEDY, prompt_logprobs=None)  # takes prefix hits
     sampling = [GREEDY, GREEDY, unscored]
