@@ -73,7 +73,7 @@ NO_STEP = StepShape(0, 0, 0, "none", 0, 0, 0, 0)
 def turns(contexts: Ints) -> int:
     """Turns of `SPAN` positions that groups of `GROUP` rows take together, longest first: every row
     of a group walks as far as its longest."""
-    longest = -np.sort(-contexts)[::GROUP]
+    longest = np.sort(contexts)[::-GROUP]
     return int((-(-longest // SPAN)).sum())
 
 

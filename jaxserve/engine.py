@@ -318,7 +318,7 @@ def shape_of(batch: Batch) -> StepShape:
     """What the step's time depends on."""
     inputs = batch.inputs
     singles = int(inputs.num_decodes[0])
-    shape = NO_STEP.with_singles(inputs.kv_lens[:singles])
+    shape = NO_STEP.with_singles(inputs.kv_lens[:singles]) if singles else NO_STEP
     if batch.num_tokens > singles:
         counts = np.diff(inputs.query_starts[singles:])
         counts = counts[counts > 0].tolist()
