@@ -90,6 +90,20 @@ class JobFiles:
             self._compare(later)
             self._resume(wishes)
 
+    def begun_with(self) -> dict[str, Any] | None:
+        """The settings that the journal remembers; None of a job that never began.  Raises
+        InputError, OSError."""
+        if self._fresh:
+            return None
+        path = f"{self.layout.folder}/{_SETTINGS}"
+        try:
+            content = json.loads(read_all(self.storage, path))
+            if content["format"] != FORMAT:
+                raise ValueError(f"it has format {content['format']}, this version knows {FORMAT}")
+            return dict(content["settings"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise InputError(f"{path} cannot be used ({error}); --restart begins anew") from error
+
     def learn(self, settings: dict[str, Any]) -> None:
         """What a started engine says of settings that `prepare` left open.  Raises InputError as
         `prepare` does, and changes nothing."""
@@ -150,16 +164,9 @@ class JobFiles:
                 )
 
     def _compare(self, later: Collection[str]) -> None:
-        path = f"{self.layout.folder}/{_SETTINGS}"
-        try:
-            content = json.loads(read_all(self.storage, path))
-            if content["format"] != FORMAT:
-                raise ValueError(f"it has format {content['format']}, this version knows {FORMAT}")
-            before = content["settings"]
-            self._settings |= {key: before[key] for key in later if key in before}
-            differing = changes(before, self._settings)
-        except (ValueError, KeyError, TypeError) as error:
-            raise InputError(f"{path} cannot be used ({error}); --restart begins anew") from error
+        before = self.begun_with() or {}
+        self._settings |= {key: before[key] for key in later if key in before}
+        differing = changes(before, self._settings)
         fixed = [change for change in differing if change.startswith("rolled")]
         if fixed:
             was, do = ("with", "give it again")

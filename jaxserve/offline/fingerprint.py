@@ -17,17 +17,23 @@ _TOKENIZER = ("tokenizer", "special_tokens", "added_tokens", "chat_template", "v
 
 
 def settings_of(
-    config: EngineConfig, defaults: SamplingParams, model: Path, version: str
+    config: EngineConfig,
+    defaults: SamplingParams,
+    model: Path,
+    version: str,
+    apart_from: Path | None = None,
 ) -> dict[str, Any]:
     """Every value is plain JSON.  `config` as the user gave it: what is derived from the machine
-    does not change results, except where bits are promised.  Raises OSError."""
-    settings: dict[str, Any] = {"version": version, **_model_files(model)}
+    does not change results, except where bits are promised.  `apart_from`: a folder that is no
+    part of the model, though it may lie in its folder.  Raises OSError."""
+    settings: dict[str, Any] = {"version": version, **_model_files(model, apart_from)}
     sections = ["model", "sampling"]
     if config.runner.deterministic:
         sections += ["scheduler", "buckets"]
     for section in sections:
         for key, value in dataclasses.asdict(getattr(config, section)).items():
             settings[f"{section}.{key}"] = value
+    settings["cache.dtype"] = config.cache.dtype
     settings[_BITS] = config.runner.deterministic
     for key, value in dataclasses.asdict(defaults).items():
         settings[f"--{key.replace('_', '-')}"] = value
@@ -47,11 +53,14 @@ def changes(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     ]
 
 
-def _model_files(path: Path) -> dict[str, str]:
+def _model_files(path: Path, apart_from: Path | None) -> dict[str, str]:
     """One digest each for the weights, the tokenizer and the rest of the model's files."""
     files = [path]
     if path.is_dir():
         files = sorted(file for file in path.rglob("*") if file.is_file() and _counts(file, path))
+    if apart_from is not None:
+        apart = apart_from.resolve()
+        files = [file for file in files if apart not in file.resolve().parents]
     hashes = {"weights": hashlib.sha256(), "tokenizer": hashlib.sha256()}
     for file in files:
         name = file.relative_to(path).as_posix() if path.is_dir() else file.suffix

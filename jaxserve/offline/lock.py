@@ -39,7 +39,8 @@ class LocalLock:
     def __init__(self, folder: str) -> None:
         """Raises InputError, naming the other process, when the lock is taken."""
         self._owner = os.path.join(folder, _OWNER)
-        self._lock = filelock.FileLock(os.path.join(folder, _LOCK))
+        # Whoever releases it may be another thread of the process.
+        self._lock = filelock.FileLock(os.path.join(folder, _LOCK), thread_local=False)
         try:
             self._lock.acquire(timeout=0)
         except filelock.Timeout as error:

@@ -3,11 +3,10 @@
 import asyncio
 import dataclasses
 import logging
-import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any, cast
 
 import msgspec
 
@@ -15,6 +14,7 @@ from jaxserve.config import EngineConfig
 from jaxserve.offline import lock, places
 from jaxserve.offline.errors import InputError
 from jaxserve.offline.files import JobFiles, Wishes
+from jaxserve.offline.fingerprint import changes
 from jaxserve.offline.inputs import Input
 from jaxserve.offline.job import Job, JobFailed, JobOptions, Outcome
 from jaxserve.offline.output import Syncing
@@ -24,8 +24,9 @@ from jaxserve.offline.reader import Reader
 from jaxserve.openai_api.bodies import Task
 from jaxserve.openai_api.errors import RequestError
 from jaxserve.request import SamplingParams
-from jaxserve.server import protocol
+from jaxserve.server import batch_results, protocol
 from jaxserve.server.batch_engine import BatchEngine, EngineLost
+from jaxserve.server.batch_settings import BatchSettings
 from jaxserve.server.batches import ENDPOINTS, BatchRecord, BatchStore, Counts
 from jaxserve.server.errors import ApiError
 from jaxserve.server.file_store import FileStore
@@ -76,8 +77,12 @@ class _Progress:
 class BatchRunner:
     """Takes the oldest batch that has not ended, until closed."""
 
-    def __init__(self, service: Service, files: FileStore, batches: BatchStore) -> None:
+    def __init__(
+        self, service: Service, files: FileStore, batches: BatchStore, folder: Path
+    ) -> None:
+        """`folder` holds both stores."""
         self._service = service
+        self._settings = BatchSettings(service, folder)
         self._files = files
         self._batches = batches
         self._ends = threading.Event()
@@ -133,15 +138,23 @@ class BatchRunner:
         job_files = JobFiles(storage, layout, lock.take)
         try:
             try:
-                settings = {"endpoint": batch.endpoint}
-                job_files.prepare(source := Input(given), settings, Wishes())
+                now = self._settings.of(batch.endpoint, self._defaults(batch))
+                before = job_files.begun_with()
+                begun = now if before is None else before
+                job_files.prepare(source := Input(given), begun, Wishes())
             except InputError as error:
                 self._fail(batch, "invalid_file", str(error).replace(str(given[0].path), "input"))
                 return
             if batch.status == "validating":
                 self._batches.move(batch, "in_progress")
+            differing = changes(begun, {**begun, **now})
             if job_files.finished.all():
                 job_files.settle()
+            elif differing and batch.status != "cancelling":
+                batch.request_counts = Counts(job_files.scan.num_lines)
+                job_files.open_output(Syncing(SYNC_SECONDS)).close()  # cuts what does not hold
+                self._refuse(batch, Path(output), differing)
+                return
             else:
                 self._run_job(batch, job_files, source)
         finally:
@@ -217,22 +230,20 @@ class BatchRunner:
         return encode
 
     def _finish(self, batch: BatchRecord, results: Path) -> None:
-        """Results become files: one of those that succeeded, one of those that did not."""
         if batch.status == "in_progress":
             self._batches.move(batch, "finalizing")
-        with tempfile.TemporaryFile() as good, tempfile.TemporaryFile() as bad:
-            done, failed = _split(results, good, bad)
-            if done and batch.output_file_id is None:
-                batch.output_file_id = self._keep(good, f"{batch.id}_output.jsonl")
-            if failed and batch.error_file_id is None:
-                batch.error_file_id = self._keep(bad, f"{batch.id}_error.jsonl")
-        total = max(batch.request_counts.total, done + failed)
-        batch.request_counts = Counts(total, done, failed)
+        batch_results.keep(self._files, batch, results)
         self._batches.move(batch, "cancelled" if batch.status == "cancelling" else "completed")
 
-    def _keep(self, content: IO[bytes], name: str) -> str:
-        content.seek(0)
-        return self._files.create(content, name, "batch_output").id
+    def _refuse(self, batch: BatchRecord, results: Path, differing: list[str]) -> None:
+        """One output is never of two models: what is finished is kept, the rest is not run."""
+        batch_results.keep(self._files, batch, results)
+        message = (
+            f"this server would not give the results of the one that began the batch: "
+            f"{'; '.join(differing)}. The lines that were finished are in its output and error "
+            f"files; create a batch of the others"
+        )
+        self._fail(batch, "settings_changed", message)
 
     def _fail(self, batch: BatchRecord, code: str, message: str) -> None:
         error = {"code": code, "message": message, "param": None, "line": None}
@@ -247,22 +258,3 @@ class BatchRunner:
 
         assert self._loop is not None
         return asyncio.run_coroutine_threadsafe(run(), self._loop).result()
-
-
-def _split(results: Path, good: IO[bytes], bad: IO[bytes]) -> tuple[int, int]:
-    """How many lines of `results` went to each."""
-    done = failed = 0
-    if results.exists():
-        with results.open("rb") as file:
-            for line in file:
-                if msgspec.json.decode(line, type=_Result).error is None:
-                    good.write(line)
-                    done += 1
-                else:
-                    bad.write(line)
-                    failed += 1
-    return done, failed
-
-
-class _Result(msgspec.Struct):
-    error: Any = None

@@ -108,6 +108,7 @@ CHANGES = [
     (["--token-ids"], ["--token-ids was false and is true"]),
     (["--set", "model.dtype=float32"], ['model.dtype was "auto" and is "float32"']),
     (["--set", "sampling.seed=4"], ["sampling.seed was 0 and is 4"]),
+    (["--set", "cache.dtype=float32"], ['cache.dtype was "auto" and is "float32"']),
 ]
 
 

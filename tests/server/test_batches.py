@@ -202,6 +202,40 @@ def test_a_batch_survives_kill_9_of_the_server(tmp_path: Path):
         client.close()
 
 
+def test_a_batch_is_never_of_two_models(tmp_path: Path):
+    """Another model or other settings do not go on with it; what is finished is kept."""
+    folder, files = tmp_path / "m", tmp_path / "m" / "files"
+    with running(folder, files=files) as rig:
+        client = rig.client()
+        whole = ended(client, begin(client, lines(3)))
+        part = begin(client, lines(900, max_tokens=100, ignore_eos=True))
+        wait_for(lambda: client.batches.retrieve(part).request_counts.completed > 5, 30)
+    results = files / "batches" / part / "results.jsonl"
+    finished = [strict(line) for line in results.read_text().splitlines()]
+    results.write_bytes(results.read_bytes() + b'{"custom_id": "to')  # torn by a crash
+    unfinish(files / "batches" / whole.id / "batch.json")
+    (folder / "model.safetensors").write_bytes(b"other weights")
+    with running(folder, files=files, sampling={"seed": 7}) as rig:
+        client = rig.client()
+        assert ended(client, whole.id).status == "completed", "it has nothing left to run"
+        batch = ended(client, part)
+        assert batch.status == "failed" and batch.failed_at and batch.errors is not None
+        (error,) = batch.errors.data
+        assert error.code == "settings_changed" and error.message is not None
+        assert "weights was" in error.message
+        assert "sampling.seed was 0 and is 7" in error.message and "/" not in error.message
+        assert list(rows(client, batch.output_file_id).values()) == finished
+        counts = batch.request_counts
+        assert (counts.total, counts.completed, counts.failed) == (900, len(finished), 0)
+        assert ended(client, begin(client, lines(2))).status == "completed", "others go on"
+
+
+def unfinish(record: Path) -> None:
+    """As a crash leaves a batch whose last line is written."""
+    left = json.loads(record.read_text()) | {"status": "in_progress", "output_file_id": None}
+    record.write_text(json.dumps(left))
+
+
 def test_two_servers_cannot_share_a_folder(keeping: Rig, tmp_path: Path):
     from jaxserve.offline.errors import InputError
     from jaxserve.server.files_batches import FilesAndBatches
