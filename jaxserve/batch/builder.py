@@ -5,7 +5,7 @@ edited again: everything here is made anew for each step, and marked read-only b
 """
 
 import bisect
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -167,6 +167,6 @@ def _reset(request: Request) -> SeatReset:
     return SeatReset(request.seat, tokens, request.num_prompt)
 
 
-def _freeze(*arrays: Ints) -> None:
+def _freeze(*arrays: NDArray[Any]) -> None:
     for array in arrays:
         array.flags.writeable = False
