@@ -41,6 +41,27 @@ SETTINGS = (
 )
 
 
+WINDOWS = {  # of six layers five see 64 tokens: six groups of one layer, several heads on a chip
+    "model_type": "gemma3_text",
+    "hidden_activation": "gelu_pytorch_tanh",
+    "query_pre_attn_scalar": 128,
+    "head_dim": 128,
+    "hidden_size": 1024,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "vocab_size": 4096,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "rope_local_base_freq": 1e4,
+    "max_position_embeddings": 4096,
+    "sliding_window": 64,
+    "sliding_window_pattern": 6,
+    "torch_dtype": "bfloat16",
+}
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A folder with config.json and nothing else: no weights are needed."""
@@ -106,6 +127,34 @@ def test_a_tpu_slice_that_is_not_here(model: str):
     assert found["kv"]["largest_tokens"] > 100_000
     assert found["steps"][0]["estimated_ms"] > 0
     assert any("estimate" in line for line in found["checked"])
+
+
+def check_groups(target: str, kernels: str, tmp_path: Path) -> None:
+    """A model of `WINDOWS` on one device: the KV stays in place, and windows buy context."""
+    (tmp_path / "config.json").write_text(json.dumps(WINDOWS))
+    settings = ("--set", f"runner.kernels={kernels}", "--set", "model.max_len=4096")
+    found = report("--target", target, "--model", str(tmp_path), *SETTINGS, *settings)
+    backbone, kv = found["programs"][0], found["kv"]
+    assert found["fits"], found["problems"]
+    assert backbone["kv_copies"] == [] and backbone["weight_copies"] == []
+    pool = found["device"]["compiled_kv_gib"] * 2**30
+    assert backbone["memory"]["aliased"] >= pool > 5 * backbone["memory"]["temp"]
+    assert (backbone["kernels"] > 0) == (kernels == "auto")
+    assert kv["block_bytes"] == 2 * 4 * 16 * 128 * 2, "of one layer"
+    assert kv["largest_tokens"] > 4 * kv["largest_blocks"] * 16 / 6
+
+
+@TPU
+@pytest.mark.parametrize("kernels", ["xla", "auto"])
+def test_groups_of_layers_and_several_heads_on_a_chip(kernels: str, tmp_path: Path):
+    check_groups("v6e:1x1", kernels, tmp_path)
+
+
+@GPU
+@pytest.mark.slow
+@pytest.mark.parametrize("kernels", ["xla", "auto"])
+def test_groups_of_layers_on_a_gpu(kernels: str, tmp_path: Path):
+    check_groups("h200", kernels, tmp_path)
 
 
 @TPU
