@@ -6,7 +6,7 @@ import math
 import os
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -23,10 +23,18 @@ from jaxserve.costs import CostModel
 from jaxserve.engine import Engine, ModelLimits
 from jaxserve.lab import cost_table
 from jaxserve.metrics import StepRecord
-from jaxserve.runner import allocator, compile_cache, compile_watch, memory, warmup
+from jaxserve.runner import (
+    allocator,
+    compile_cache,
+    compile_watch,
+    memory,
+    program_store,
+    warmup,
+)
 from jaxserve.runner.device_step import DeviceStep
 from jaxserve.runner.dtypes import default_dtype
 from jaxserve.runner.model_runner import ModelRunner
+from jaxserve.runner.program_store import ProgramStore
 from jaxserve.runner.programs import compile_programs
 from jaxserve.runner.sharding import ONE_DEVICE, Sharding, device_bytes
 from jaxserve.runner.sharding import make as make_sharding
@@ -98,8 +106,15 @@ def _assemble(
         tokenizer = loading_tokenizer.result()
         vocab_size = min(tokenizer.vocab_size, made.model_config.V)
         timer.mark("read")
+        step = made.step(vocab_size)
+        making = pool.submit(step.init_state)
         loading = pool.submit(_load, checkpoint, made, timer)
-        runner = ModelRunner(made.step(vocab_size), config, threads=_compile_threads())
+        store = _program_store(step, cache, log)
+        if store is not None:  # to load programs and weights at once takes longer than in turn
+            wait([loading])
+        runner = ModelRunner(
+            step, config, threads=_compile_threads(), store=store, state=making.result
+        )
         timer.mark("compile")
         runner.load(loading.result())
         timer.mark("load")
@@ -119,6 +134,15 @@ def _assemble(
     if runner.agreement is None:  # each process measures its own: they would schedule differently
         engine.set_costs(stored_costs(file, log) or runner.costs())
     return Assembly(engine, runner, tokenizer, config, timer.parts, facts, file)
+
+
+def _program_store(step: DeviceStep, cache: Path | None, log: Log) -> ProgramStore | None:
+    """Of a CPU alone: nobody has stored programs of other devices so, and JAX's cache has them."""
+    if cache is None or step.sharding.mesh is not None or step.sharding.device.platform != "cpu":
+        return None
+    return ProgramStore(
+        cache / "programs", program_store.facts_of(step), lambda line: log(f"warning: {line}")
+    )
 
 
 def cost_facts(made: "Plan") -> dict[str, Any]:

@@ -2,15 +2,16 @@
 
     seconds = program[T] + sampling[kind][R] + a * rows + b * sum(contexts)
               + c * chunks + d * sum(query-key pairs of the chunks)
-              + e * turns + f * filled-up pairs
+              + e * turns * rows of a group + f * filled-up pairs
 
 T and R are buckets, so the first two are constants of a program; a row of one token reads its whole
 context (b), and a chunk of n tokens after p computed ones has n * p + n * (n + 1) / 2 query-key
 pairs (d).  The form is that of the batch time models of Vidur (arXiv 2405.05465, section 4.3) and
 FairBatching (arXiv 2510.14392), with their linear term in tokens replaced by one constant a
 compiled shape.  The last two are for a back end that works in whole pieces: rows in groups that
-walk as far as their longest, chunks in tiles (`turns`, `tile_pairs`); where it does not, they are
-fitted as 0.  `jaxserve.lab` measures and fits it; a warm-up alone gives the constants.
+walk as far as their longest, whether all of them are there or not, chunks in tiles (`turns`,
+`tile_pairs`); where it does not, they are fitted as 0.  `jaxserve.lab` measures and fits it; a
+warm-up alone gives the constants.
 """
 
 import bisect
@@ -46,6 +47,11 @@ class StepShape(NamedTuple):
     single_turns: int = 0  # of `turns`
     tile_pairs: int = 0  # query-key pairs with tiles and turns filled up, see `tiles`
 
+    @property
+    def turn_rows(self) -> int:
+        """Rows that all turns walk with: a group is as large as the program allows, full or not."""
+        return self.single_turns * min(GROUP, self.bucket)
+
     def with_singles(self, contexts: Ints) -> "StepShape":
         """With rows of one token more; `contexts` i32[rows]."""
         return self._replace(
@@ -73,7 +79,7 @@ NO_STEP = StepShape(0, 0, 0, "none", 0, 0, 0, 0)
 def turns(contexts: Ints) -> int:
     """Turns of `SPAN` positions that groups of `GROUP` rows take together, longest first: every row
     of a group walks as far as its longest."""
-    longest = -np.sort(-contexts)[::GROUP]
+    longest = np.sort(contexts)[::-GROUP]
     return int((-(-longest // SPAN)).sum())
 
 
@@ -113,7 +119,7 @@ class CostModel:
     single_context: float = 0.0  # a token of its context
     chunk: float = 0.0  # a row of more tokens
     chunk_pair: float = 0.0
-    single_turn: float = 0.0  # a turn of a group of such rows
+    turn_row: float = 0.0  # a turn of a group of such rows, for each that the group can hold
     tile_pair: float = 0.0  # a query-key pair of a filled-up tile
     host: float = 0.0  # host time of a step, beside the device's
     host_row: float = 0.0  # and of each of its rows
@@ -129,7 +135,7 @@ class CostModel:
             if len(sizes) != len(seconds):
                 raise ValueError(f"{name} has {len(seconds)} costs for {len(sizes)} buckets")
         numbers = [x for _, seconds in lists.values() for x in seconds]
-        numbers += [self.single, self.single_context, self.single_turn]
+        numbers += [self.single, self.single_context, self.turn_row]
         numbers += [self.chunk, self.chunk_pair, self.tile_pair, self.host, self.host_row]
         if not all(0.0 <= x < math.inf for x in numbers) or not all(x > 0 for x in self.program):
             raise ValueError("costs must be finite seconds, of programs above 0")
@@ -153,7 +159,7 @@ class CostModel:
             + self.single_context * shape.single_context
             + self.chunk * shape.chunks
             + self.chunk_pair * shape.chunk_pairs
-            + self.single_turn * shape.single_turns
+            + self.turn_row * shape.turn_rows
             + self.tile_pair * shape.tile_pairs
         )
 

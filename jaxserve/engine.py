@@ -221,8 +221,9 @@ class Engine:
         shape = shape_of(batch)
         predicted = None if self._costs is None else self._costs.predict(shape)
         self._busy_until = begin + (predicted or 0.0)
-        built = time.perf_counter()
+        built, busy = time.perf_counter(), time.thread_time()
         handle = self._runner.dispatch(batch)
+        dispatch_s = time.thread_time() - busy
         return Flight(
             plan=plan,
             batch=batch,
@@ -234,7 +235,8 @@ class Engine:
             query_tokens=query_tokens,
             schedule_s=scheduled - began,
             build_s=built - scheduled,
-            dispatch_s=time.perf_counter() - built,
+            dispatch_s=dispatch_s,
+            queue_s=max(0.0, time.perf_counter() - built - dispatch_s),
             waiting=waiting,
             running=running,
             kv_used=self.kv.num_used,
@@ -282,7 +284,7 @@ class Engine:
             costs=self.scheduler.costs,
             device_s=result.device_s,
             output_tokens=sum(len(output.tokens) for output in outputs),
-            wait_s=arrived - began,
+            wait_s=flight.queue_s + arrived - began,
             update_s=updated - arrived,
         )
         self.stats.add(record)
@@ -318,7 +320,7 @@ def shape_of(batch: Batch) -> StepShape:
     """What the step's time depends on."""
     inputs = batch.inputs
     singles = int(inputs.num_decodes[0])
-    shape = NO_STEP.with_singles(inputs.kv_lens[:singles])
+    shape = NO_STEP.with_singles(inputs.kv_lens[:singles]) if singles else NO_STEP
     if batch.num_tokens > singles:
         counts = np.diff(inputs.query_starts[singles:])
         counts = counts[counts > 0].tolist()

@@ -84,12 +84,11 @@ def _weight_bytes(c: Any) -> dict[str, int]:
     """As served in each type, and with model.quantize=int8 beside bfloat16."""
     values = sum(map(math.prod, shapes(c).values()))
     found = {name: values * size for name, size in _BYTES.items()}
-    if not c.moe:
-        made = with_int8(c, True)
-        found["int8"] = sum(
-            math.prod(shape) * (1 if path in matrices(made) else 4 if "scale" in path else 2)
-            for path, shape in shapes(made).items()
-        )
+    made = with_int8(c, True)
+    found["int8"] = sum(
+        math.prod(shape) * (1 if path in matrices(made) else 4 if "scale" in path else 2)
+        for path, shape in shapes(made).items()
+    )
     return found
 
 

@@ -30,8 +30,8 @@ class StepRecord:
     padding_s: float  # part of device_s that padding cost, by the cost model
     schedule_s: float
     build_s: float
-    dispatch_s: float  # handing the step to the runner
-    wait_s: float  # blocked on the step's result
+    dispatch_s: float  # handing the step to the runner, of its thread's CPU
+    wait_s: float  # blocked: the device takes no more calls yet, or has no result
     update_s: float
     waiting: int  # requests without a seat, when the step was planned
     running: int

@@ -53,7 +53,7 @@ class DecoderConfig:
     max_position: int = 2048  # tokens the model was trained for
     longest: int = 2048  # tokens it can be served for when the config asks; see `rope.longest`
     dtype: str = "float32"
-    int8: bool = False  # matrices are int8 with a scale a row; without experts
+    int8: bool = False  # matrices are int8 with a scale a row, but not the router
 
     @property
     def kv_layout(self) -> KVLayout:

@@ -45,33 +45,43 @@ def moe_mlp(
     order = jnp.argsort(group)
     sizes = jnp.bincount(group, length=moe.experts).astype(jnp.int32)  # drops the padding
     rows = x[order // moe.top_k]
-    gate, up = split(grouped_matmul(rows, w["gate_up"], sizes), "gate_up")
+    gate, up = split(grouped_matmul(rows, w, "gate_up", sizes), "gate_up")
     gated = (activation(gate) * up).astype(x.dtype)
-    out = grouped_matmul(gated, w["down"], sizes)
+    out = grouped_matmul(gated, w, "down", sizes)
     out = jnp.where((jnp.arange(len(order)) < jnp.sum(sizes))[:, None], out, 0)
     by_token = out[jnp.argsort(order)].reshape(*chosen.shape, -1)
     return jnp.sum(by_token * weights[..., None], axis=1)
 
 
-def grouped_matmul(x: jax.Array, weight: jax.Array, sizes: jax.Array) -> jax.Array:
-    """Rows x [m, in], the first sizes[0] of group 0 and so on, times weight [groups, out, in].
+def grouped_matmul(x: jax.Array, w: Weights, name: str, sizes: jax.Array) -> jax.Array:
+    """Rows x [m, in], the first sizes[0] of group 0 and so on, times the weight of that name
+    [groups, out, in].
 
     f32[m, out]; rows past the last group may hold anything.  XLA's ragged dot, but on a CPU, where
     it multiplies every row with every group and reads the weights of all.
     """
-    return jax.lax.platform_dependent(x, weight, sizes, cpu=by_tiles, default=ragged)
+    scale = w.get(f"{name}_scale")
+    scales = () if scale is None else (scale,)
+    return jax.lax.platform_dependent(x, w[name], sizes, *scales, cpu=by_tiles, default=ragged)
 
 
-def ragged(x: jax.Array, weight: jax.Array, sizes: jax.Array) -> jax.Array:
-    """`grouped_matmul` by XLA."""
-    return jax.lax.ragged_dot_general(
-        x, weight, sizes, _BY_GROUP, preferred_element_type=jnp.float32
+def ragged(
+    x: jax.Array, weight: jax.Array, sizes: jax.Array, scale: jax.Array | None = None
+) -> jax.Array:
+    """`grouped_matmul` by XLA; with scales [groups, out] the weight is int8, converted first."""
+    y = jax.lax.ragged_dot_general(
+        x, weight.astype(x.dtype), sizes, _BY_GROUP, preferred_element_type=jnp.float32
     )
+    if scale is None:
+        return y
+    return y * jnp.repeat(scale, sizes, axis=0, total_repeat_length=len(x))
 
 
-def by_tiles(x: jax.Array, weight: jax.Array, sizes: jax.Array) -> jax.Array:
+def by_tiles(
+    x: jax.Array, weight: jax.Array, sizes: jax.Array, scale: jax.Array | None = None
+) -> jax.Array:
     """`grouped_matmul` as a loop over tiles of rows of one group: groups without rows cost
-    nothing.
+    nothing.  With scales a tile is few rows, and multiplied in integers (see `int8`).
     """
     size = min(len(x), _TILE)
     tiles = -(-sizes // size)
@@ -83,7 +93,7 @@ def by_tiles(x: jax.Array, weight: jax.Array, sizes: jax.Array) -> jax.Array:
         before = index - tile_ends[group] + tiles[group]  # tiles of the group before this one
         start = ends[group] - sizes[group] + before * size
         tile = jax.lax.dynamic_slice_in_dim(rows, start, size)
-        result = matmul(tile, weight[group])
+        result = matmul(tile, weight[group], None if scale is None else scale[group])
         old = jax.lax.dynamic_slice_in_dim(out, start, size)  # what lies past the group's end
         inside = (start + jnp.arange(size) < ends[group])[:, None]
         result = jnp.where(inside, result, old)

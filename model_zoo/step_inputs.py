@@ -4,6 +4,9 @@ T tokens (bucket), B rows, P blocks per row, G groups of layers (`kv_layout`); w
 there is no axis G.  No jax here: the host builds it, the step unpacks it.
 """
 
+import functools
+import itertools
+import math
 from typing import Any, NamedTuple
 
 Array = Any  # numpy on the host, jax.Array inside the step
@@ -44,20 +47,21 @@ def step_shapes(tokens: int, rows: int, blocks: int, groups: int = 1) -> StepInp
 
 def packed_size(shapes: StepInputs) -> int:
     """Number of int32 values of the packed buffer."""
-    return sum(_size(shape) for shape in shapes)
+    return _places(shapes)[-1][1]
 
 
 def unpack(packed: Array, shapes: StepInputs) -> StepInputs:
     """Views of `packed`, i32[packed_size(shapes)], one a field; for numpy and in a jitted step."""
-    fields, end = [], 0
-    for shape in shapes:
-        start, end = end, end + _size(shape)
-        fields.append(packed[start:end].reshape(shape))
-    return StepInputs(*fields)
+    return StepInputs(
+        *(
+            packed[start:end].reshape(shape) if len(shape) > 1 else packed[start:end]
+            for start, end, shape in _places(shapes)
+        )
+    )
 
 
-def _size(shape: tuple[int, ...]) -> int:
-    size = 1
-    for axis in shape:
-        size *= axis
-    return size
+@functools.lru_cache(maxsize=256)
+def _places(shapes: StepInputs) -> tuple[tuple[int, int, tuple[int, ...]], ...]:
+    """Of every field where it starts and ends in the buffer, and its shape."""
+    ends = list(itertools.accumulate(map(math.prod, shapes), initial=0))
+    return tuple(zip(ends[:-1], ends[1:], shapes, strict=True))

@@ -5,7 +5,7 @@ edited again: everything here is made anew for each step, and marked read-only b
 """
 
 import bisect
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,19 +47,22 @@ class BatchBuilder:
         if config.runner.deterministic:  # which program samples a row must not depend on others
             pinned = SAMPLERS[2 if config.sampling.penalties else int(config.sampling.random)]
         self._seat_table = SeatTable(rows, vocab_size, pinned)
+        self._numbers = np.arange(rows + 1, dtype=np.int32)
+        self._ones, self._all = np.ones(rows, np.int32), np.ones(rows, np.bool_)
+        _freeze(self._numbers, self._ones, self._all)
 
     def build(self, plan: Plan) -> Batch:
         """The step of a plan with at least one chunk."""
         for request in plan.admitted:
             self._seat_table.sit(request)
-        rows = _rows(plan)
+        rows = self._rows_of(plan)
         shapes = self._shapes[plan.bucket]
         packed = np.zeros(packed_size(shapes), np.int32)
-        inputs = unpack(packed, shapes)
-        self._fill(inputs, plan, rows)
-        _freeze(packed, *inputs)
+        self._fill(unpack(packed, shapes), plan, rows)
+        _freeze(packed)
+        inputs = unpack(packed, shapes)  # views of what is read-only are read-only
         sampler, sampled, logprobs = "none", None, False
-        num_samples = int(rows.samples.sum())
+        num_samples = len(rows.seats) if not plan.chunks else int(rows.samples.sum())
         if num_samples:
             sampler, sampled, logprobs = self._sample(inputs, rows, plan.bucket)
         return Batch(
@@ -74,6 +77,19 @@ class BatchBuilder:
             resets=tuple(_reset(r) for r in plan.admitted if r.sampling.has_penalties),
         )
 
+    def _rows_of(self, plan: Plan) -> _Rows:
+        decodes, chunks = plan.decodes, plan.chunks
+        count = len(decodes.requests)
+        seats, starts = decodes.seats, decodes.starts
+        ones, samples = self._ones[:count], self._all[:count]
+        if not chunks:
+            return _Rows(seats, starts, ones, starts + 1, samples)
+        seats = np.concatenate([seats, np.array([c.request.seat for c in chunks], np.int32)])
+        starts = np.concatenate([starts, np.array([c.start for c in chunks], np.int32)])
+        counts = np.concatenate([ones, np.array([c.num_tokens for c in chunks], np.int32)])
+        samples = np.concatenate([samples, np.array([c.samples for c in chunks], np.bool_)])
+        return _Rows(seats, starts, counts, starts + counts, samples)
+
     def _fill(self, inputs: StepInputs, plan: Plan, of: _Rows) -> None:
         """Writes every field of `inputs`."""
         seats, starts, counts, ends = of.seats, of.starts, of.counts, of.ends
@@ -81,7 +97,10 @@ class BatchBuilder:
         width = -(-int(ends.max()) // self._block_size)
         inputs.block_tables[..., :rows, :width] = self._tables[..., seats, :width]
         inputs.kv_lens[:rows] = ends
-        np.cumsum(counts, out=inputs.query_starts[1 : rows + 1])
+        if singles == rows:
+            inputs.query_starts[: rows + 1] = self._numbers[: rows + 1]
+        else:
+            np.cumsum(counts, out=inputs.query_starts[1 : rows + 1])
         inputs.query_starts[rows + 1 :] = total
         inputs.num_decodes[0] = singles
         row_of = seats
@@ -91,8 +110,8 @@ class BatchBuilder:
             first = np.repeat(starts - inputs.query_starts[:rows], counts)
             positions = first + np.arange(total, dtype=np.int32)
         inputs.positions[:total] = positions
-        blocks = self._tables[..., row_of, positions // self._block_size]
-        inputs.slots[..., :total] = blocks * self._block_size + positions % self._block_size
+        index, offset = np.divmod(positions, self._block_size)
+        inputs.slots[..., :total] = self._tables[..., row_of, index] * self._block_size + offset
         inputs.slots[..., total:] = self._num_slots
         self._fill_tokens(inputs, plan)
 
@@ -134,20 +153,6 @@ class BatchBuilder:
         )
 
 
-def _rows(plan: Plan) -> _Rows:
-    decodes, chunks = plan.decodes, plan.chunks
-    count = len(decodes.requests)
-    if not chunks:
-        starts = decodes.starts
-        counts, samples = np.ones(count, np.int32), np.ones(count, np.bool_)
-        return _Rows(decodes.seats, starts, counts, starts + 1, samples)
-    seats = np.concatenate([decodes.seats, np.array([c.request.seat for c in chunks], np.int32)])
-    starts = np.concatenate([decodes.starts, np.array([c.start for c in chunks], np.int32)])
-    counts = np.array([1] * count + [c.num_tokens for c in chunks], np.int32)
-    samples = np.array([True] * count + [c.samples for c in chunks])
-    return _Rows(seats, starts, counts, starts + counts, samples)
-
-
 def _score_slice(index: list[int], targets: list[int], rows: int, bucket: int) -> ScoreInputs:
     score = ScoreInputs(np.full(rows, bucket, np.int32), np.zeros(rows, np.int32))
     score.token_index[: len(index)] = index
@@ -162,6 +167,6 @@ def _reset(request: Request) -> SeatReset:
     return SeatReset(request.seat, tokens, request.num_prompt)
 
 
-def _freeze(*arrays: Ints) -> None:
+def _freeze(*arrays: NDArray[Any]) -> None:
     for array in arrays:
         array.flags.writeable = False

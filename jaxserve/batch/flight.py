@@ -22,7 +22,8 @@ class Flight:
     query_tokens: int  # prompts of requests that are new in the step
     schedule_s: float
     build_s: float
-    dispatch_s: float
+    dispatch_s: float  # of this thread's CPU
+    queue_s: float  # that the dispatch stood still: the device takes so many calls at a time
     waiting: int
     running: int
     kv_used: int

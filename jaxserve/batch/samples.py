@@ -76,7 +76,7 @@ class SeatTable:
 
     def any_scores(self, seats: NDArray[np.int32]) -> bool:
         """False when none of these seats' requests wants its prompt scored."""
-        return bool(self._scores[seats].any())
+        return _any_of(self._scores, seats)
 
     def gather(
         self,
@@ -104,7 +104,7 @@ class SeatTable:
                 fresh["suppress_stops"] = np.zeros(rows, np.bool_)
                 fresh["suppress_stops"][:real] = suppress
                 names = (*names, "stop_ids")
-            if self._biased[seats].any():
+            if _any_of(self._biased, seats):
                 names = (*names, "bias_ids", "bias")
             for name in names:
                 values = np.array(getattr(base, name))
@@ -112,7 +112,7 @@ class SeatTable:
                 fresh[name] = values
         for values in fresh.values():
             values.flags.writeable = False
-        return sampler, base._replace(**fresh), bool(self._logprobs[seats].any())
+        return sampler, base._replace(**fresh), _any_of(self._logprobs, seats)
 
     def _neutral_rows(self, rows: int) -> SampleInputs:
         if rows not in self._neutral:
@@ -125,6 +125,11 @@ class SeatTable:
 
 _RANDOM = ("temperature", "top_k", "top_p", "min_p", "seed", "sample")
 _FULL = (*_RANDOM, "presence", "frequency", "repetition")  # the wide ones only when used
+
+
+def _any_of(flags: NDArray[np.bool_], seats: NDArray[np.int32]) -> bool:
+    """Nearly always no seat at all has the flag, which is seen soonest."""
+    return bool(flags.any() and flags[seats].any())
 
 
 def _padded(values: NDArray[np.int32], rows: int, padding: int) -> NDArray[np.int32]:

@@ -2,7 +2,7 @@
 
 JSON, for people to read and to write by hand:
 
-    {"jaxserve_costs": 1, "source": "...", "device": "...", "model": "...",
+    {"jaxserve_costs": 2, "source": "...", "device": "...", "model": "...",
      "costs": {"tokens": [8, 64], "program": [0.006, 0.017], "chunk_pair": 1e-9, ...},
      "facts": {...}}
 
@@ -19,7 +19,7 @@ import msgspec
 
 from jaxserve.costs import CostModel
 
-FORMAT = 1
+FORMAT = 2
 
 
 class CostTableError(ValueError):

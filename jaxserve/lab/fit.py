@@ -16,7 +16,7 @@ _LEAST = 1e-9  # seconds of a program, which must be above 0
 TERMS = {
     "single": "singles",
     "single_context": "single_context",
-    "single_turn": "single_turns",
+    "turn_row": "turn_rows",
     "chunk": "chunks",
     "chunk_pair": "chunk_pairs",
     "tile_pair": "tile_pairs",

@@ -1,9 +1,9 @@
 """What steps cost on the device that is here: made-up steps of many shapes, run in rounds, fitted.
 
 Every round runs every shape once, in an order of its own, so that what drifts (temperature, other
-programs) falls on all shapes alike; a round's own factor is taken out, and the median over rounds
-is what a shape takes.  Some shapes are drawn at random and kept out of the fit: they say how well
-the model predicts.
+programs) falls on all shapes alike; a round's own factor is taken out, and the least over rounds is
+what a shape takes: whatever disturbs a run only makes it longer.  Some shapes are drawn at random
+and kept out of the fit: they say how well the model predicts.
 """
 
 import dataclasses
@@ -53,7 +53,7 @@ class Profile:
     costs: CostModel
     held_out: Errors  # of shapes that were not fitted
     fitted: Errors
-    noise: Errors  # of a single run against the median of its shape: what no model can predict
+    noise: Errors  # of a single run against what its shape takes: what no model can predict
     service: Errors | None  # of the steps of an engine that served made-up requests
     curves: dict[str, dict[str, list[Point]]]  # plot -> series -> points
     pairs: list[tuple[float, float]]  # predicted and measured seconds of held-out shapes
@@ -131,7 +131,8 @@ def profile(
 
 
 def settle(rounds: Sequence[Sequence[float]]) -> tuple[Floats, Errors]:
-    """Seconds of every shape, and how far single runs are from them; `rounds[r][shape]` above 0."""
+    """Seconds of every shape undisturbed, and how far single runs are from them; `rounds[r][shape]`
+    above 0."""
     y = np.asarray(rounds, float)
     logs = np.log(y)
     middle = np.median(logs, axis=0)
@@ -140,7 +141,7 @@ def settle(rounds: Sequence[Sequence[float]]) -> tuple[Floats, Errors]:
         factors = np.median(logs - middle, axis=1, keepdims=True)
         factors -= np.median(factors)
         middle = np.median(logs - factors, axis=0)
-    times = np.exp(middle)
+    times = np.exp(np.min(logs - factors, axis=0))
     return times, fit.errors(np.broadcast_to(times, y.shape).ravel().tolist(), y.ravel().tolist())
 
 

@@ -42,7 +42,7 @@ def save(root: Path, spec: Any, lowered: Any, compiled: Any) -> int:
     if compile_cache.in_use():
         raise RuntimeError("a bundle cannot be made of cached programs; turn the compile cache off")
     payload, _, _ = serialize_executable.serialize(compiled)
-    path = folder_of(root, _devices(spec)) / _name(spec, lowered)
+    path = folder_of(root, _devices(spec)) / name_of(spec, lowered)
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
         file.write(payload)
@@ -53,7 +53,7 @@ def save(root: Path, spec: Any, lowered: Any, compiled: Any) -> int:
 def load(root: Path, spec: Any, lowered: Any) -> Any | None:
     """The compiled program, ready to run; None when the bundle does not have exactly this one."""
     devices = _devices(spec)
-    path = folder_of(root, devices) / _name(spec, lowered)
+    path = folder_of(root, devices) / name_of(spec, lowered)
     if not path.is_file():
         return None
     inputs = jax.tree.structure((spec.arguments, {}))
@@ -69,7 +69,8 @@ def _devices(spec: Any) -> list[Any]:
     return jax.devices()[:1] if mesh is None else list(mesh.devices.flat)
 
 
-def _name(spec: Any, lowered: Any) -> str:
+def name_of(spec: Any, lowered: Any) -> str:
+    """The file of what `spec` was lowered to."""
     digest = hashlib.sha256(lowered.as_text().encode())
     digest.update(repr((spec.donate, spec.compiler_options)).encode())
     return f"{spec.kind}-{spec.bucket}-{digest.hexdigest()[:24]}.bin"

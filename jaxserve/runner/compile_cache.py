@@ -1,8 +1,9 @@
 """The persistent compile cache: on by default, and never a reason to fail."""
 
+import contextlib
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
 
@@ -44,6 +45,17 @@ def enable(setting: str, warn: Callable[[str], None]) -> Path | None:
 def in_use() -> bool:
     """May a compiled program have come from the cache?"""
     return bool(jax.config.jax_enable_compilation_cache and jax.config.jax_compilation_cache_dir)
+
+
+@contextlib.contextmanager
+def paused() -> Iterator[None]:
+    """What compiles meanwhile is neither read from the cache nor written to it."""
+    folder = jax.config.jax_compilation_cache_dir
+    _point(None)
+    try:
+        yield
+    finally:
+        _point(folder)
 
 
 def _point(folder: str | None) -> None:

@@ -4,6 +4,7 @@ bucket.
 
 import dataclasses
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -14,7 +15,8 @@ from jaxserve.batch.step import Batch, Logprobs, SeatReset, StepResult
 from jaxserve.config import EngineConfig
 from jaxserve.costs import CostModel
 from jaxserve.runner import agreement, packing
-from jaxserve.runner.device_step import SEED_TOKENS, DeviceStep
+from jaxserve.runner.device_step import SEED_TOKENS, DeviceState, DeviceStep
+from jaxserve.runner.program_store import ProgramStore
 from jaxserve.runner.programs import CompileCounter, Manifest, compile_programs
 
 _TOUCHED = 4096  # slots at a time
@@ -39,17 +41,27 @@ class ModelRunner:
     Nothing compiles after `warm_up`: a batch of an undeclared shape raises KeyError.
     """
 
-    def __init__(self, step: DeviceStep, config: EngineConfig, *, threads: int = 1):
+    def __init__(
+        self,
+        step: DeviceStep,
+        config: EngineConfig,
+        *,
+        threads: int = 1,
+        store: ProgramStore | None = None,
+        state: Callable[[], DeviceState] | None = None,  # `step.init_state`, if already begun
+    ):
         self.config = config
         self.step = step
-        programs = compile_programs(step.specs(), threads=threads, stored=config.runner.bundle)
+        programs = compile_programs(
+            step.specs(), threads=threads, stored=config.runner.bundle, store=store
+        )
         self.manifest = Manifest(programs)
         self.agreement = agreement.of_processes()
         self.compiles = CompileCounter()
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="jaxserve-read")
         self._last_done = 0.0
         self.weights: Any = None
-        self.state = step.init_state()
+        self.state = (state or step.init_state)()
 
     def load(self, weights: Any) -> None:
         """Takes the model's weights, a pytree like `step.abstract_weights`."""

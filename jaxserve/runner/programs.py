@@ -2,6 +2,7 @@
 runs.
 """
 
+import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -11,7 +12,8 @@ from typing import Any
 
 import jax
 
-from jaxserve.runner import bundle, compile_watch
+from jaxserve.runner import bundle, compile_cache, compile_watch
+from jaxserve.runner.program_store import ProgramStore
 from jaxserve.runner.sharding import ONE_DEVICE, Sharding
 
 
@@ -43,7 +45,7 @@ class Program:
     compiled: Any
     compile_s: float
     uses: int = 0
-    measured_s: float = 0.0  # one run on padding only, after the first
+    measured_s: float = 0.0  # one run on padding or in the proof, after the first where it is short
 
     def __call__(self, *arguments: Any) -> Any:
         self.uses += 1
@@ -118,35 +120,62 @@ class Manifest:
 
 
 def compile_programs(
-    specs: Sequence[ProgramSpec], *, threads: int = 1, stored: str = ""
+    specs: Sequence[ProgramSpec],
+    *,
+    threads: int = 1,
+    stored: str = "",
+    store: ProgramStore | None = None,
 ) -> list[Program]:
     """Lowers one after the other (tracing holds the interpreter), compiles in `threads`.
 
-    `stored`: a folder of compiled programs (see `bundle`); what is there is not compiled.
+    `stored`: a folder of compiled programs (see `bundle`); what is there is not compiled.  `store`:
+    programs of earlier starts; what it has is not even lowered.
     """
 
     def compile_part(spec: ProgramSpec, lowered: Any) -> Any:
         found = bundle.load(Path(stored), spec, lowered) if stored else None
+        if found is None and store is not None:
+            found = store.find(spec, lowered)
         if found is not None:
             return found
-        return lowered.compile(compiler_options=dict(spec.compiler_options) or None)
+        compiled = lowered.compile(compiler_options=dict(spec.compiler_options) or None)
+        if store is not None:
+            store.keep(spec, lowered, compiled)
+        return compiled
 
-    def compile_one(spec: ProgramSpec, lowered: list[Any], lower_s: float) -> Program:
+    def make_part(spec: ProgramSpec, lowered: Any | None) -> Any:
+        if lowered is not None or store is None:
+            return compile_part(spec, lowered)
+        found = store.load(spec)
+        return compile_part(spec, lower(spec)) if found is None else found
+
+    def make_one(spec: ProgramSpec, lowered: list[Any | None], lower_s: float) -> Program:
         start = time.perf_counter()
-        compiled = [
-            compile_part(part, low)
-            for part, low in zip(spec.parts or (spec,), lowered, strict=True)
-        ]
+        compiled = [make_part(part, low) for part, low in zip(_parts(spec), lowered, strict=True)]
         whole = spec.function(*compiled) if spec.parts else compiled[0]
         return Program(spec, whole, lower_s + time.perf_counter() - start)
 
-    with ThreadPoolExecutor(max(1, threads)) as pool:
+    # What JAX reads from a cache of its own cannot be stored again.
+    pause = compile_cache.paused() if store is not None else contextlib.nullcontext()
+    known = store is not None and all(store.has(part) for spec in specs for part in _parts(spec))
+    # XLA compiles with threads of its own, which loading does not.
+    with pause, ThreadPoolExecutor(threads + known) as pool:
         futures = []
         for spec in specs:
             start = time.perf_counter()
-            lowered = [lower(part) for part in spec.parts or (spec,)]
-            futures.append(pool.submit(compile_one, spec, lowered, time.perf_counter() - start))
-        return [future.result() for future in futures]
+            lowered = [
+                None if store is not None and store.has(part) else lower(part)
+                for part in _parts(spec)
+            ]
+            futures.append(pool.submit(make_one, spec, lowered, time.perf_counter() - start))
+        programs = [future.result() for future in futures]
+    if store is not None:
+        store.close()
+    return programs
+
+
+def _parts(spec: ProgramSpec) -> tuple[ProgramSpec, ...]:
+    return spec.parts or (spec,)
 
 
 def lower(spec: ProgramSpec, platforms: tuple[str, ...] | None = None) -> Any:

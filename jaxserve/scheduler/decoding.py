@@ -21,6 +21,7 @@ class Decoding:
         self._progress = progress
         self._members: dict[Request, None] = {}  # in the order in which they began to decode
         self._rows: tuple[list[Request], list[int], Ints] | None = None
+        self._mask: Bools = np.zeros(seats, np.bool_)  # seats of the members in `_rows`
 
     def __contains__(self, request: Request) -> bool:
         return request in self._members
@@ -44,17 +45,18 @@ class Decoding:
     def due(self) -> list[Request]:
         """Members that need a look before this step."""
         requests, _, seats = self._cached()
-        needy = self._progress.computed[seats] >= self.room[seats]
-        return [requests[i] for i in needy.nonzero()[0].tolist()] if needy.any() else []
+        needy = self._needy()
+        return [requests[i] for i in needy[seats].nonzero()[0].tolist()] if needy.any() else []
 
     def plan(self, held: Bools | None = None) -> Decodes:
         """A token for every member that is not at its end nor `held`, bool[seats]."""
         requests, epochs, seats = self._cached()
         starts = self._progress.computed[seats]
-        runs = starts < self.room[seats]
+        waits = self._needy()
         if held is not None:
-            runs &= ~held[seats]
-        if not runs.all():
+            waits |= held & self._mask
+        if waits.any():
+            runs = ~waits[seats]
             keep = runs.nonzero()[0].tolist()
             requests, epochs = [requests[i] for i in keep], [epochs[i] for i in keep]
             seats, starts = seats[runs], starts[runs]
@@ -63,21 +65,34 @@ class Decoding:
 
     def advance(self, decodes: Decodes) -> None:
         """These decodes go into a step."""
-        self._progress.computed[decodes.seats] += 1
-        self._progress.in_flight[decodes.seats] += 1
+        progress, every = self._progress, self._rows
+        if every is not None and decodes.seats is every[2]:  # without looking up each seat
+            progress.computed += self._mask
+            progress.in_flight += self._mask
+        else:
+            progress.computed[decodes.seats] += 1
+            progress.in_flight[decodes.seats] += 1
 
-    def landed(self, decodes: Decodes) -> Bools:
-        """Which rows of a returned step their requests still want; counts those as read."""
-        held = np.ones(len(decodes.requests), np.bool_)
-        if decodes.generation != self.generation:
-            pairs = zip(decodes.requests, decodes.epochs, strict=True)
-            held[:] = [request.epoch == epoch for request, epoch in pairs]
+    def landed(self, decodes: Decodes) -> Bools | None:
+        """Which rows of a returned step their requests still want, None: all; counts those as
+        read."""
+        if decodes.generation == self.generation:
+            self._progress.in_flight[decodes.seats] -= 1
+            return None
+        pairs = zip(decodes.requests, decodes.epochs, strict=True)
+        held = np.array([request.epoch == epoch for request, epoch in pairs], np.bool_)
         self._progress.in_flight[decodes.seats[held]] -= 1
         return held
+
+    def _needy(self) -> Bools:
+        """bool[seats]: members that need a look before they run."""
+        return (self._progress.computed >= self.room) & self._mask
 
     def _cached(self) -> tuple[list[Request], list[int], Ints]:
         if self._rows is None:
             requests = list(self._members)
             seats = np.array([request.seat for request in requests], np.int32)
             self._rows = requests, [request.epoch for request in requests], seats
+            self._mask = np.zeros(len(self.room), np.bool_)
+            self._mask[seats] = True
         return self._rows

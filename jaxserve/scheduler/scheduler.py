@@ -11,6 +11,8 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
+import numpy as np
+
 from jaxserve.config import EngineConfig
 from jaxserve.costs import OnlineCosts
 from jaxserve.kv.manager import KVManager
@@ -57,6 +59,7 @@ class Scheduler:
         self._progress = SeatProgress(rules.max_seqs)
         self._decoding = Decoding(self._progress)
         self._prefilling: dict[Request, None] = {}  # those of `running` that do not decode
+        self._stop_ids: set[int] = set()  # of all that run, and of some that ran
         self._step = 0
         self._backoff = 1  # steps without admission after the next preemption
         self._admit_from = 0  # first step that may admit again
@@ -114,21 +117,25 @@ class Scheduler:
 
     def _land_decodes(self, decodes: Decodes, tokens: Ints, bad: Bools) -> list[Output]:
         held = self._decoding.landed(decodes)
-        good = held & ~bad
         requests: Sequence[Request] = decodes.requests
         starts, seats = decodes.starts, decodes.seats
-        whole = bool(good.all())
-        failed = [] if whole else [requests[i] for i in (held & bad).nonzero()[0].tolist()]
-        if not whole:
+        failed: list[Request] = []
+        if held is not None or bad.any():
+            held = np.ones(len(requests), np.bool_) if held is None else held
+            good = held & ~bad
+            failed = [requests[i] for i in (held & bad).nonzero()[0].tolist()]
             requests = [requests[i] for i in good.nonzero()[0].tolist()]
             starts, seats, tokens = starts[good], seats[good], tokens[good]
-        outputs: list[Output] = []
-        stopped: list[int] = []
-        for request, token in zip(requests, tokens.tolist(), strict=True):
+        ids = tokens.tolist()
+        rows = list(zip(requests, ids, strict=True))
+        for request, token in rows:
             request.tokens.append(token)
-            if token in request.stop_ids:
-                stopped.append(len(outputs))
-            outputs.append(_new(Output, (request, (token,), None, None, None)))
+        outputs = [_new(Output, (request, (token,), None, None, None)) for request, token in rows]
+        stopped: list[int] = []
+        if not self._stop_ids.isdisjoint(ids):
+            stopped = [
+                row for row, (request, token) in enumerate(rows) if token in request.stop_ids
+            ]
         filled: Bools = (starts + 1) % self.kv.block_size == 0
         for row in filled.nonzero()[0].tolist():
             self._landed(requests[row], int(starts[row]), 1)
@@ -282,6 +289,7 @@ class Scheduler:
         self._progress.computed[request.seat] = hit.num_blocks * self.kv.block_size
         self._progress.in_flight[request.seat] = 0
         self.running[request] = self._prefilling[request] = None
+        self._stop_ids |= request.stop_ids
         draft.admitted.append(request)
         if self._pacing is not None:
             self._pacing.sit(request)
@@ -366,6 +374,8 @@ class Scheduler:
         self._decoding.leave(request)
         self._prefilling.pop(request, None)
         del self.running[request]
+        if not self.running:
+            self._stop_ids.clear()
         self._seats.append(request.seat)
         request.seat, request.seats = -1, None
 

@@ -21,7 +21,7 @@ _FLOATS = {
 _QUANTISED = tuple(
     GGMLQuantizationType[name] for name in "Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 Q4_K Q5_K Q6_K".split()
 )
-_GROUP = 32_768  # values
+_GROUP = 131_072  # values
 _MAX_EXPERTS = 16_384
 _ROPE_FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 

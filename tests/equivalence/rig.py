@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -214,6 +214,27 @@ def compare(found: TokenLogprobs, expected: np.ndarray) -> None:
     assert len({token for token, _ in found.top}) == len(found.top)
     for (token, logprob), value in zip(found.top, best, strict=False):
         assert abs(logprob - expected[token]) < TOLERANCE and abs(logprob - value) < TOLERANCE
+
+
+def refuse_growth(engine: Engine, refused: Collection[int]) -> Callable[[], int]:
+    """Wishes for more blocks while others run are numbered from 1; the `refused` ones are refused
+    once each, so that somebody is preempted however roomy the pool.
+
+    Returns how many there have been.  A request alone is never refused: the promise of KVManager.
+    """
+    kv, wishes = engine.kv, 0
+    real = kv.try_grow
+
+    def try_grow(request: Request, num_tokens: int) -> bool:
+        nonlocal wishes
+        grows = kv.blocks_for(request.num_computed + num_tokens) > request.num_blocks
+        if not grows or len(engine.scheduler.running) == 1:
+            return real(request, num_tokens)
+        wishes += 1
+        return wishes not in refused and real(request, num_tokens)
+
+    kv.try_grow = try_grow
+    return lambda: wishes
 
 
 def generate(

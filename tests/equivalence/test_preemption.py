@@ -6,9 +6,8 @@ from collections.abc import Callable
 import pytest
 
 from jaxserve.config import SamplingConfig
-from jaxserve.kv.manager import KVManager
 from jaxserve.request import SamplingParams
-from tests.equivalence.rig import BLOCK, GREEDY, MAX_LEN, SCORED, Rig, generate
+from tests.equivalence.rig import BLOCK, GREEDY, MAX_LEN, SCORED, Rig, generate, refuse_growth
 from tests.reference import tiny
 
 OUTPUT = 30
@@ -43,23 +42,6 @@ def test_b36_a_tiny_pool_changes_no_answer(
     assert engine.stats.preemptions >= 3
 
 
-def _fail_growth(monkeypatch: pytest.MonkeyPatch, nth: int) -> Callable[[], bool]:
-    """The nth wish for more blocks, of those while others hold some, is refused once.
-
-    Returns whether that has happened.  A request alone is never refused: the promise of KVManager.
-    """
-    real, calls = KVManager.try_grow, [0]
-
-    def try_grow(self: KVManager, request, num_tokens: int) -> bool:
-        grows = self.blocks_for(request.num_computed + num_tokens) > request.num_blocks
-        grows &= self.num_used > request.num_blocks
-        calls[0] += grows
-        return not (grows and calls[0] == nth) and real(self, request, num_tokens)
-
-    monkeypatch.setattr(KVManager, "try_grow", try_grow)
-    return lambda: calls[0] >= nth
-
-
 ODD = SamplingParams(  # everything that a resumed request must remember
     temperature=0.9,
     top_k=20,
@@ -84,9 +66,7 @@ def _assert_same(found, expected) -> None:
 
 
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "serial"])
-def test_t12_preempted_at_every_growth(
-    make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch, overlap: bool
-) -> None:
+def test_t12_preempted_at_every_growth(make_rig: Callable[..., Rig], overlap: bool) -> None:
     """B36: with penalties, min_tokens, stop ids, seeds and logprobs, whoever is preempted when."""
     rig = make_rig("untied", budgets=(16,), sampling=SamplingConfig(), chunk_size=13)
     prompts = [tiny.make_prompt(length, 40 + length) for length in (9, 23, 16)]
@@ -98,13 +78,12 @@ def test_t12_preempted_at_every_growth(
     rig.check(expected[1:2])
     nth = 1
     while True:
-        with monkeypatch.context() as patch:
-            happened = _fail_growth(patch, nth)
-            engine = rig.engine(scheduler=rules, runner={"overlap": overlap})
-            _assert_same(generate(engine, prompts, sampling), expected)
-            if not happened():
-                break
-            assert engine.stats.preemptions >= 1
+        engine = rig.engine(scheduler=rules, runner={"overlap": overlap})
+        wishes = refuse_growth(engine, {nth})
+        _assert_same(generate(engine, prompts, sampling), expected)
+        if wishes() < nth:
+            break
+        assert engine.stats.preemptions >= 1
         nth += 1
     assert nth > 8
 

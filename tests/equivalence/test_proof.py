@@ -84,13 +84,13 @@ def mixes_rows(shapes):
 
 
 def test_two_requests_share_a_step_however_small_the_smallest_bucket(make_rig):
-    runner = make_rig("gqa_9_3", budgets=(1, 16)).runner
+    runner = make_rig("gqa_9_3", budgets=(1, 16, 24)).runner
     assert warmup.prove(runner) < 1e-3
-    program = runner.manifest.get("backbone", 16)
+    program = runner.manifest.get("backbone", 24)
     good = program.compiled
-    program.compiled = mixes_rows(runner.step.shapes(16))(good)
+    program.compiled = mixes_rows(runner.step.shapes(24))(good)
     try:
-        with pytest.raises(warmup.ProofError, match=r"backbone\[16\]"):
+        with pytest.raises(warmup.ProofError, match=r"backbone\[24\]"):
             warmup.prove(runner)
     finally:
         program.compiled = good

@@ -25,14 +25,27 @@ from jaxserve.config import (
 from jaxserve.engine import Engine, ModelLimits
 from jaxserve.kv.groups import row_blocks
 from jaxserve.request import SamplingParams
-from tests.equivalence.rig import EOS, ONLY_GREEDY, Poisoner, generate, write_tokenizer
+from model_zoo.weights import open_checkpoint
+from tests.equivalence.rig import (
+    EOS,
+    ONLY_GREEDY,
+    Answer,
+    Poisoner,
+    generate,
+    refuse_growth,
+    rounded_to_int8,
+    write_tokenizer,
+)
 from tests.families.cases import LENGTH, NAMES, NUM_GREEDY, SHORT, VOCAB, Case, case
+from tests.models.weight_files import write_folder
 
 BLOCK = 8
 MAX_LEN = LENGTH + NUM_GREEDY + 2
 CHUNKS = (1, BLOCK - 1, BLOCK, BLOCK + 1, 13, MAX_LEN)
 TIGHT, ROOMY = 1.5, 4  # pool to what the longest of three requests (17 + 13 + 13 blocks) needs
+REFUSED = (4, 9, 25)  # wishes for a block: where a window lets blocks go, TIGHT may be enough
 FEW = ("gemma3", "mistral", "qwen3_moe")
+OFF = 4e-3  # of log-probabilities with int8 weights: activations have 16 bits where rows are few
 GREEDY = SamplingParams(
     temperature=0.0, max_tokens=NUM_GREEDY, ignore_eos=True, logprobs=1, prompt_logprobs=1
 )
@@ -41,11 +54,11 @@ GREEDY = SamplingParams(
 class FamilyRig:
     """One family's committed checkpoint behind the real engine and runner."""
 
-    def __init__(self, folder: Path, case: Case) -> None:
+    def __init__(self, folder: Path, case: Case, quantize: str = "none") -> None:
         shutil.copytree(case.folder, folder, dirs_exist_ok=True)
         write_tokenizer(folder)
         config = EngineConfig(
-            model=ModelConfig(name=str(folder), dtype="float32", max_len=MAX_LEN),
+            model=ModelConfig(str(folder), "float32", quantize, max_len=MAX_LEN),
             cache=CacheConfig(block_size=BLOCK, num_blocks=256),
             scheduler=SchedulerConfig(
                 token_budget=MAX_LEN, max_seqs=3, chunk_size=MAX_LEN, watermark=0.0
@@ -85,6 +98,7 @@ class FamilyRig:
 
 def check(rig: FamilyRig, expected: Case, chunk: int) -> None:
     engine = rig.engine(chunk, TIGHT)
+    refuse_growth(engine, REFUSED)
     prompts = [expected.prompts[length] for length in (LENGTH, SHORT, SHORT)]
     unscored = dataclasses.replace(GREEDY, prompt_logprobs=None)  # takes prefix hits
     sampling = [GREEDY, GREEDY, unscored]
@@ -111,6 +125,36 @@ def test_greedy_ids_equal_transformers(tmp_path: Path, name: str) -> None:
     rig = FamilyRig(tmp_path, case(name))
     check(rig, case(name), BLOCK + 1)
     rig.assembly.close()
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", pytest.param("mixtral", marks=pytest.mark.slow)])
+def test_int8_experts_answer_as_float32_ones_of_the_same_values(tmp_path: Path, name: str) -> None:
+    """Weights that int8 holds exactly; chunks in the bucket whose dense weights are converted, and
+    in the one of integers."""
+    weights = {key: np.float32(w) for key, w in open_checkpoint(case(name).folder).tensors()}
+    matrices = {key: w for key, w in weights.items() if not key.endswith(".gate.weight")}
+    exact = weights | rounded_to_int8(matrices)
+    rounded = case(name)._replace(
+        folder=write_folder(tmp_path / "rounded", case(name).config, exact)
+    )
+    found = []
+    for quantize, chunks in (("none", (MAX_LEN,)), ("int8", (13, MAX_LEN))):
+        rig = FamilyRig(tmp_path / quantize, rounded, quantize)
+        types = {array.dtype.name for array in jax.tree.leaves(rig.assembly.runner.weights)}
+        assert ("int8" in types) == (quantize == "int8")
+        prompts = list(rounded.prompts.values())
+        found += [generate(rig.engine(chunk, ROOMY), prompts, GREEDY) for chunk in chunks]
+        rig.assembly.close()
+    expected, *others = found
+    for answers in others:
+        for answer, wanted in zip(answers, expected, strict=True):
+            assert answer.tokens == wanted.tokens
+            np.testing.assert_allclose(_logprobs(answer), _logprobs(wanted), rtol=0, atol=OFF)
+
+
+def _logprobs(answer: Answer) -> list[float]:
+    entries = [*(answer.prompt_logprobs or ())[1:], *answer.logprobs]
+    return [entry.logprob for entry in entries if entry]
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from model_zoo import int8
 from model_zoo.decoder_config import Moe
 from model_zoo.experts import by_tiles, moe_mlp, ragged, route
 
@@ -59,7 +60,10 @@ def test_neighbours_change_no_bit() -> None:
     np.testing.assert_array_equal(alone[0], whole[0])
 
 
-@pytest.mark.parametrize("sizes", [(3, 0, 40, 1, 0), (0, 0, 0, 0, 0), (0, 0, 0, 0, 70), (33,) * 5])
+SIZES = [(3, 0, 40, 1, 0), (0, 0, 0, 0, 0), (0, 0, 0, 0, 70), (33,) * 5]  # rows of each expert
+
+
+@pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("product", [by_tiles, ragged])
 def test_grouped_matmuls_equal_the_definition(product, sizes: tuple[int, ...]) -> None:
     total = sum(sizes)
@@ -69,6 +73,23 @@ def test_grouped_matmuls_equal_the_definition(product, sizes: tuple[int, ...]) -
     group = np.repeat(np.arange(5), sizes)
     expected = np.einsum("ti,toi->to", x[:total], WEIGHTS["gate_up"][group])
     np.testing.assert_allclose(found[:total], expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("product", [by_tiles, ragged])
+def test_grouped_matmuls_of_int8_equal_the_definition(product, sizes: tuple[int, ...]) -> None:
+    """Experts of very different sizes, so that one's scales do not do for another."""
+    weight = WEIGHTS["down"] * np.logspace(-2, 2, 5)[:, None, None]
+    steps, scale = int8.quantize(jnp.asarray(weight))
+    total = sum(sizes)
+    x = RNG.standard_normal((total + 6, F)).astype(np.float32)
+    x[total:] = 1e30  # rows of no group
+    found = np.asarray(product(jnp.asarray(x), steps, jnp.array(sizes, jnp.int32), scale))
+    group = np.repeat(np.arange(5), sizes)
+    rounded = np.asarray(steps) * np.asarray(scale)[..., None]
+    expected = np.einsum("ti,toi->to", x[:total], rounded[group])
+    size = np.abs(rounded).max(axis=(1, 2))[group][:, None]
+    assert (np.abs(found[:total] - expected) <= 2e-3 * size).all()
 
 
 def test_weights_of_the_chosen_add_up_to_one_when_asked() -> None:

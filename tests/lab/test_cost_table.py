@@ -25,11 +25,11 @@ def test_a_table_comes_back_as_it_was(tmp_path: Path):
 def test_a_table_written_by_hand_needs_only_what_is_known(tmp_path: Path):
     path = tmp_path / "chip.json"
     costs = {"tokens": [128, 256], "program": [0.01, 0.02]}
-    path.write_text(json.dumps({"jaxserve_costs": 1, "source": "a paper", "device": "A100"}))
+    path.write_text(json.dumps({"jaxserve_costs": 2, "source": "a paper", "device": "A100"}))
     with pytest.raises(CostTableError, match="model"):
         cost_table.load(path)
     whole = {
-        "jaxserve_costs": 1,
+        "jaxserve_costs": 2,
         "source": "a paper",
         "device": "A100",
         "model": "Yi",
@@ -42,7 +42,7 @@ def test_a_table_written_by_hand_needs_only_what_is_known(tmp_path: Path):
 @pytest.mark.parametrize(
     "change",
     [
-        {"jaxserve_costs": 2},
+        {"jaxserve_costs": 1},
         {"device": 7},
         {"costs": {"tokens": [64, 8], "program": [1.0, 2.0]}},
         {"costs": {"tokens": [8], "program": [-1.0]}},

@@ -16,7 +16,7 @@ TRUTH = CostModel(
     rows=ROWS,
     sampling={"greedy": (0.002, 0.004), "full": (0.005, 0.012)},
     single=2e-5,
-    single_turn=3e-4,
+    turn_row=2e-5,
     chunk=1e-4,
     tile_pair=2e-9,
 )

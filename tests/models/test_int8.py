@@ -9,7 +9,6 @@ from flax import nnx
 
 from model_zoo import int8
 from model_zoo.int8 import FEW_ROWS, matmul, quantize
-from model_zoo.parameters import with_int8
 from model_zoo.weights import load_module, open_checkpoint
 from tests.families.cases import case
 from tests.models import weight_files as files
@@ -53,7 +52,7 @@ def test_a_row_s_result_depends_on_no_neighbour() -> None:
     assert np.isnan(found[1]).all() and (found[2] == 0).all()
 
 
-@pytest.mark.parametrize(("name", "count"), [("qwen2", 5), ("llama", 6)])
+@pytest.mark.parametrize(("name", "count"), [("qwen2", 5), ("llama", 6), ("mixtral", 6)])
 def test_every_matrix_of_a_checkpoint_is_loaded_as_int8(name: str, count: int) -> None:
     """The llama here has a head of its own."""
     folder = case(name).folder
@@ -69,20 +68,14 @@ def test_every_matrix_of_a_checkpoint_is_loaded_as_int8(name: str, count: int) -
             np.testing.assert_array_equal(found[path], steps)
             np.testing.assert_array_equal(found[f"{path}_scale"], scale)
         else:
-            assert "norm" in path or "bias" in path
+            assert any(kind in path for kind in ("norm", "bias", "router"))
             np.testing.assert_array_equal(found[path], value)
 
 
-def test_experts_are_refused() -> None:
-    config = load_module(open_checkpoint(case("mixtral").folder), "float32").config
-    assert with_int8(config, False) is config
-    with pytest.raises(ValueError, match="model.quantize=int8 is not for mixtures of experts"):
-        with_int8(config, True)
-
-
-def test_a_random_int8_model_is_whole() -> None:
-    config = load_module(open_checkpoint(case("qwen2").folder), "float32").config
-    made = type(load_module(open_checkpoint(case("qwen2").folder), "float32"))
+@pytest.mark.parametrize("name", ["qwen2", "mixtral"])
+def test_a_random_int8_model_is_whole(name: str) -> None:
+    config = load_module(open_checkpoint(case(name).folder), "float32").config
+    made = type(load_module(open_checkpoint(case(name).folder), "float32"))
     module = made(dataclasses.replace(config, int8=True), nnx.Rngs(0))
     abstract = nnx.eval_shape(lambda: made(dataclasses.replace(config, int8=True), nnx.Rngs(0)))
     sizes = [

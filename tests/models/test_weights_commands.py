@@ -92,7 +92,8 @@ def test_inspect_says_windows_ropes_and_experts(capsys):
     }
     facts = inspected("qwen3_moe", capsys)
     assert (facts["experts"], facts["experts_per_token"], facts["mlp_size"]) == (6, 3, 24)
-    assert "window" not in facts and "int8" not in facts["weight_bytes"]
+    assert "window" not in facts
+    assert facts["weight_bytes"]["int8"] < 0.7 * facts["weight_bytes"]["bfloat16"]
     assert facts["kv_bytes_per_token"] == {"float32": 2 * 3 * 2 * 16 * 4, "bfloat16": 384}
 
 

@@ -29,7 +29,9 @@ def found() -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["gemma2", "mixtral", "olmo2", "phi3", "qwen3", "qwen3:int8"])
+@pytest.mark.parametrize(
+    "family", ["gemma2", "mixtral", "olmo2", "phi3", "qwen3", "qwen3:int8", "mixtral:int8"]
+)
 def test_every_kind_of_model_gives_the_tokens_of_one_device(family):
     """Windows and caps, experts, norms over all heads, joined checkpoints, norms of heads."""
     both = run(family, ONE, "1x2")
