@@ -35,7 +35,7 @@ from jaxserve.runner.device_step import DeviceStep
 from jaxserve.runner.dtypes import default_dtype
 from jaxserve.runner.model_runner import ModelRunner
 from jaxserve.runner.program_store import ProgramStore
-from jaxserve.runner.programs import compile_programs
+from jaxserve.runner.programs import all_known, compile_programs
 from jaxserve.runner.sharding import ONE_DEVICE, Sharding, device_bytes
 from jaxserve.runner.sharding import make as make_sharding
 from jaxserve.text.tokenizer import Tokenizer, load_tokenizer
@@ -110,8 +110,10 @@ def _assemble(
         making = pool.submit(step.init_state)
         loading = pool.submit(_load, checkpoint, made, timer)
         store = _program_store(step, cache, log)
-        if store is not None:  # to load programs and weights at once takes longer than in turn
-            wait([loading])
+        if store is not None:
+            # To load programs and weights at once takes longer than in turn; and nothing else
+            # must compile while programs do.
+            wait([loading] if all_known(step.specs(), store) else [loading, making])
         runner = ModelRunner(
             step, config, threads=_compile_threads(), store=store, state=making.result
         )

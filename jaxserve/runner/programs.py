@@ -147,7 +147,10 @@ def compile_programs(
         if lowered is not None or store is None:
             return compile_part(spec, lowered)
         found = store.load(spec)
-        return compile_part(spec, lower(spec)) if found is None else found
+        if found is not None:
+            return found
+        with compile_cache.paused():
+            return compile_part(spec, lower(spec))
 
     def make_one(spec: ProgramSpec, lowered: list[Any | None], lower_s: float) -> Program:
         start = time.perf_counter()
@@ -155,9 +158,9 @@ def compile_programs(
         whole = spec.function(*compiled) if spec.parts else compiled[0]
         return Program(spec, whole, lower_s + time.perf_counter() - start)
 
+    known = store is not None and all_known(specs, store)
     # What JAX reads from a cache of its own cannot be stored again.
-    pause = compile_cache.paused() if store is not None else contextlib.nullcontext()
-    known = store is not None and all(store.has(part) for spec in specs for part in _parts(spec))
+    pause = contextlib.nullcontext() if store is None or known else compile_cache.paused()
     # XLA compiles with threads of its own, which loading does not.
     with pause, ThreadPoolExecutor(threads + known) as pool:
         futures = []
@@ -172,6 +175,11 @@ def compile_programs(
     if store is not None:
         store.close()
     return programs
+
+
+def all_known(specs: Sequence[ProgramSpec], store: ProgramStore) -> bool:
+    """Has a start of the same facts kept all of them?"""
+    return all(store.has(part) for spec in specs for part in _parts(spec))
 
 
 def _parts(spec: ProgramSpec) -> tuple[ProgramSpec, ...]:
