@@ -17,7 +17,7 @@ from flax import nnx
 
 import jaxserve
 from jaxserve import sources
-from jaxserve.batch.buckets import CPU_BUDGET, resolve
+from jaxserve.batch.buckets import resolve
 from jaxserve.config import EngineConfig
 from jaxserve.costs import CostModel
 from jaxserve.engine import Engine, ModelLimits
@@ -234,7 +234,7 @@ def plan(
     `where`.
     """
     platform = sharding.device.platform
-    config = with_defaults(config, platform)
+    config = with_dtypes(config, platform)
     dtype = config.model.dtype
     asked = config.model.max_len  # what was not asked for is not stretched
     family, stored = registry.configure(hf_config, dtype, max_len=asked, where=where)
@@ -256,8 +256,8 @@ def plan(
     return Plan(config, model_config, module, weight_bytes, block_bytes, sharding, copies)
 
 
-def with_defaults(config: EngineConfig, platform: str) -> EngineConfig:
-    """What "auto" means on devices of `platform`, and no budget on a CPU.
+def with_dtypes(config: EngineConfig, platform: str) -> EngineConfig:
+    """What "auto" means on devices of `platform`.
 
     KV is what decodes read most of.  In bfloat16 it takes half the time and the memory, and beside
     float32 weights it changes little (`tools/check_quality.py`); but who asks for a float32 model
@@ -269,11 +269,7 @@ def with_defaults(config: EngineConfig, platform: str) -> EngineConfig:
         cache = dataclasses.replace(cache, dtype=kv_dtype)
     if model.dtype == "auto":
         model = dataclasses.replace(model, dtype=default_dtype(platform))
-    rules = config.scheduler
-    equal_chunks = rules.mode == "fixed" or config.runner.deterministic
-    if platform == "cpu" and not equal_chunks and rules.max_seqs <= CPU_BUDGET // 2:
-        rules = dataclasses.replace(rules, token_budget=rules.token_budget or CPU_BUDGET)
-    return dataclasses.replace(config, model=model, cache=cache, scheduler=rules)
+    return dataclasses.replace(config, model=model, cache=cache)
 
 
 def block_bytes_of(model_config: Any, config: EngineConfig) -> int:

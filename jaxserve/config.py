@@ -84,9 +84,7 @@ class SchedulerConfig:
     """What runs in the next step."""
 
     mode: str = "dynamic"  # dynamic | fixed | time: as large as the deadlines of [slo] allow
-    # most tokens in a step; the largest token bucket; 0: 256 on a CPU (512 for
-    # equal chunks or more than 128 seats), elsewhere 512
-    token_budget: int = 0
+    token_budget: int = 512  # most tokens in a step; the largest token bucket
     chunk_size: int = 256  # mode fixed: tokens of every chunk but a prompt's last
     max_seqs: int = 64  # most requests with KV at one time; at most token_budget
     # fcfs | priority | round_robin | shortest_first.  In mode time fcfs means: by deadline of the
@@ -105,6 +103,7 @@ class SchedulerConfig:
         _one_of("scheduler.mode", self.mode, MODES)
         _one_of("scheduler.policy", self.policy, POLICIES)
         for name in (
+            "token_budget",
             "chunk_size",
             "max_seqs",
             "aging_steps",
@@ -113,7 +112,6 @@ class SchedulerConfig:
             "max_waiting",
         ):
             _whole(f"scheduler.{name}", getattr(self, name), 1)
-        _whole("scheduler.token_budget", self.token_budget, 0)
         _whole("scheduler.long_prefill_threshold", self.long_prefill_threshold, 0)
         _number("scheduler.watermark", self.watermark, 0.0, 0.99)
         _flag("scheduler.reserve_full_prompt", self.reserve_full_prompt)

@@ -7,8 +7,6 @@ from jaxserve.config import BucketConfig, EngineConfig, SchedulerConfig
 from jaxserve.kv.groups import FULL, Windows, row_blocks
 
 SMALLEST = 8  # tokens or rows; a bfloat16 product of one row takes 14 times as long as one of eight
-DEFAULT_BUDGET = 512  # tokens of a step
-CPU_BUDGET = 256  # there a step of 512 takes as long as ten decodes, and is no faster a token
 DEFAULT_MEMORY_GIB = 2.0  # KV pool where nothing is configured and nothing was measured
 GIB = 1 << 30
 
@@ -106,9 +104,8 @@ def resolve(
 
 def _resolve_rules(config: EngineConfig, max_len: int) -> SchedulerConfig:
     rules, block_size = config.scheduler, config.cache.block_size
-    budget = rules.token_budget or DEFAULT_BUDGET
-    chunk_size = min(rules.chunk_size, budget)
-    max_seqs = min(rules.max_seqs, budget)
+    chunk_size = min(rules.chunk_size, rules.token_budget)
+    max_seqs = min(rules.max_seqs, rules.token_budget)
     if config.runner.deterministic:
         if rules.mode == "time":
             raise ValueError(
@@ -116,18 +113,14 @@ def _resolve_rules(config: EngineConfig, max_len: int) -> SchedulerConfig:
                 "them; turn one of the two off"
             )
         chunk_size -= chunk_size % block_size  # so that a cached chunk is made of whole blocks
-        if not chunk_size or max_seqs - 1 + chunk_size > budget:
+        if not chunk_size or max_seqs - 1 + chunk_size > rules.token_budget:
             raise ValueError(
                 f"runner.deterministic needs a chunk (scheduler.chunk_size={rules.chunk_size} "
                 f"rounded down to blocks of {block_size}: {chunk_size}) beside {max_seqs - 1} "
-                f"decodes in scheduler.token_budget={budget}; raise the budget, or "
+                f"decodes in scheduler.token_budget={rules.token_budget}; raise the budget, or "
                 f"lower scheduler.chunk_size or scheduler.max_seqs"
             )
     threshold = rules.long_prefill_threshold or max(block_size, math.ceil(0.04 * max_len))
     return dataclasses.replace(
-        rules,
-        token_budget=budget,
-        chunk_size=chunk_size,
-        max_seqs=max_seqs,
-        long_prefill_threshold=threshold,
+        rules, chunk_size=chunk_size, max_seqs=max_seqs, long_prefill_threshold=threshold
     )

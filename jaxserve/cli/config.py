@@ -51,8 +51,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _resolve_without_model(config: "EngineConfig") -> "EngineConfig":
-    """Buckets and scheduler are resolved; the length and the pool are the model's business, and a
-    budget that nobody names is the device's.
+    """Buckets and scheduler are resolved; the length and the pool are the model's business.
 
     Raises ValueError for settings that contradict each other.
     """
@@ -64,8 +63,6 @@ def _resolve_without_model(config: "EngineConfig") -> "EngineConfig":
     if not config.model.max_len:  # the threshold is a share of the length
         threshold = config.scheduler.long_prefill_threshold
         scheduler = dataclasses.replace(scheduler, long_prefill_threshold=threshold)
-    if not config.scheduler.token_budget:
-        return dataclasses.replace(config, scheduler=dataclasses.replace(scheduler, token_budget=0))
     return dataclasses.replace(config, buckets=resolved.buckets, scheduler=scheduler)
 
 

@@ -153,7 +153,6 @@ def read_subject(args: argparse.Namespace, recorded: "Trace | None") -> "Subject
     base = costs.config if recorded is None else settings.loads(recorded.header.config)
     if not given and base is not None:
         config = settings.assign(base, args.set)
-    config = subject.as_measured(config, costs)
     facts = costs.facts or subject.facts_of_model(config, args.config)
     model = costs.model
     if host_s is not None:

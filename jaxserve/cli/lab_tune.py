@@ -97,15 +97,16 @@ def _options(args: argparse.Namespace) -> list[str]:
 def _tune(
     args: argparse.Namespace, config: "EngineConfig", limits: "Limits", processes: "Processes"
 ) -> "Tuned":
-    from jaxserve.lab import arrivals, compare, subject, tune
+    from jaxserve.lab import arrivals, compare, tune
     from jaxserve.offline.workload import read_workload
 
     offered = arrivals.of_workload(read_workload(args.workload))
-    costs = _costs(args, processes)
-    config = subject.as_measured(config, costs)
     base = tune.current(config)
+    costs = _costs(args, processes, base)
     facts = costs.facts
     if facts is None:
+        from jaxserve.lab import subject
+
         facts = subject.facts_of_model(config, args.config)
     load = tune.Load(offered, costs.model, facts)
     config = dataclasses.replace(
@@ -123,15 +124,15 @@ def _tune(
     return tune.Tuned(limits, plan, tried, measured, choice, checked)
 
 
-def _costs(args: argparse.Namespace, processes: "Processes") -> "Costs":
+def _costs(args: argparse.Namespace, processes: "Processes", base: Any) -> "Costs":
     """Of --costs, or of one recorded run of what runs now."""
     from jaxserve.lab import subject
-    from jaxserve.lab.compare import RunFailed, Variant
+    from jaxserve.lab.compare import RunFailed
 
     if args.costs is not None:
         return subject.read_costs(subject.find(args.costs))
     common.note("measuring what steps cost")
     try:
-        return subject.of_trace(processes.run(Variant("as it is", ()), 0).trace)
+        return subject.of_trace(processes.run(base.variant, 0).trace)
     except RunFailed as error:
         raise common.UsageError(f"the configuration as it is failed: {error}") from error

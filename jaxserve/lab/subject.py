@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxserve import settings
 from jaxserve.batch.buckets import resolve
-from jaxserve.config import BucketConfig, EngineConfig
+from jaxserve.config import EngineConfig
 from jaxserve.costs import CostModel
 from jaxserve.lab import chip, cost_table, fit, trace
 from jaxserve.lab import shapes as shapes_of
@@ -57,7 +57,6 @@ class Costs:
     source: str  # for people
     facts: Facts | None  # None: it does not say
     config: EngineConfig | None  # of the recorded run
-    buckets: BucketConfig = BucketConfig()  # of the start that was measured; empty: it does not say
 
 
 def shipped_names() -> list[str]:
@@ -93,20 +92,7 @@ def read_costs(path: Path) -> Costs:
     if None not in known.values():
         pool = table.facts.get("kv_gib", 0.0)
         facts = Facts(int(known["max_len"] or 0), float(known["kv_token_bytes"] or 0), float(pool))
-    tokens, rows = table.facts.get("key", {}).get("buckets", ((), ()))
-    return Costs(table.costs, table.device, facts, None, BucketConfig(tuple(tokens), tuple(rows)))
-
-
-def as_measured(config: EngineConfig, costs: Costs) -> EngineConfig:
-    """`config` with the shapes of the start that was measured, where it names none."""
-    rules, buckets = config.scheduler, config.buckets
-    if not costs.buckets.tokens:
-        return config
-    if not rules.token_budget:
-        rules = dataclasses.replace(rules, token_budget=costs.buckets.tokens[-1])
-    if not buckets.tokens:
-        buckets = costs.buckets
-    return dataclasses.replace(config, scheduler=rules, buckets=buckets)
+    return Costs(table.costs, table.device, facts, None)
 
 
 def of_trace(loaded: Trace) -> Costs:
@@ -124,7 +110,7 @@ def of_trace(loaded: Trace) -> Costs:
     tokens = config.cache.num_blocks * config.cache.block_size
     size = header.facts.get("kv_bytes", 0) / tokens
     facts = Facts(config.model.max_len, size, tokens * size / GIB)
-    return Costs(model, header.device, facts, config, config.buckets)
+    return Costs(model, header.device, facts, config)
 
 
 def fitted(steps: Sequence[Step], config: EngineConfig, warm: CostModel) -> CostModel:

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxserve import settings
-from jaxserve.batch.buckets import DEFAULT_BUDGET
 from jaxserve.config import EngineConfig
 from jaxserve.costs import CostModel
 from jaxserve.lab import arrivals, simulate
@@ -81,9 +80,7 @@ class Candidate:
 def current(config: EngineConfig) -> Candidate:
     """What `config` has."""
     rules = config.scheduler
-    return Candidate(
-        rules.token_budget or DEFAULT_BUDGET, rules.max_seqs, rules.max_partial_prefills
-    )
+    return Candidate(rules.token_budget, rules.max_seqs, rules.max_partial_prefills)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -83,7 +83,7 @@ def test_assignments(text: str, section: str, key: str, value: object):
         ("scheduler.token_budget=many", ["scheduler.token_budget", "'many'", "whole number"]),
         ("scheduler.token_budget=1.5", ["scheduler.token_budget", "whole number"]),
         ("scheduler.token_budget=true", ["scheduler.token_budget", "whole number"]),
-        ("scheduler.token_budget=-1", ["scheduler.token_budget=-1", "at least 0"]),
+        ("scheduler.token_budget=0", ["scheduler.token_budget=0", "at least 1"]),
         ("scheduler.watermark=nan", ["scheduler.watermark", "0 to 0.99"]),
         ("cache.prefix_caching=1", ["cache.prefix_caching", "true or false"]),
         ("buckets.tokens=a,b", ["buckets.tokens", "list of whole numbers"]),

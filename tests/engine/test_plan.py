@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from jaxserve import build, settings, sources
-from jaxserve.batch.buckets import resolve
 from jaxserve.cli.main import main
 from jaxserve.config import (
     CacheConfig,
@@ -206,25 +205,3 @@ def test_kernels_are_those_of_the_devices_that_are_compiled_for(
     assert len(said) == lines
     assert all("Some Chip" in line and str(capability) in line for line in said)
     assert build.with_kernels(xla, Sharding(mesh), said.append) == xla and len(said) == lines
-
-
-@pytest.mark.parametrize(
-    ("rules", "deterministic", "platform", "budget"),
-    [
-        ({}, False, "cpu", 256),
-        ({}, False, "tpu", 512),
-        ({}, False, "gpu", 512),
-        ({"mode": "time"}, False, "cpu", 256),
-        ({"mode": "fixed"}, False, "cpu", 512),  # chunks of 256 beside the decodes
-        ({}, True, "cpu", 512),
-        ({"max_seqs": 200}, False, "cpu", 512),
-        ({"max_seqs": 8, "token_budget": 300}, False, "cpu", 300),
-    ],
-)
-def test_the_budget_where_none_is_named(rules, deterministic, platform, budget) -> None:
-    config = EngineConfig(
-        scheduler=SchedulerConfig(**rules), runner=RunnerConfig(deterministic=deterministic)
-    )
-    made = resolve(build.with_defaults(config, platform), 8192, 1 << 20)
-    assert made.scheduler.token_budget == made.buckets.tokens[-1] == budget
-    assert made.scheduler.max_seqs == config.scheduler.max_seqs

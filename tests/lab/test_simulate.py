@@ -9,13 +9,7 @@ import pytest
 
 from jaxserve.batch.buckets import resolve
 from jaxserve.batch.builder import BatchBuilder
-from jaxserve.config import (
-    BucketConfig,
-    CacheConfig,
-    EngineConfig,
-    RunnerConfig,
-    SchedulerConfig,
-)
+from jaxserve.config import CacheConfig, EngineConfig, RunnerConfig, SchedulerConfig
 from jaxserve.costs import NO_STEP, CostModel, StepShape
 from jaxserve.engine import Engine, shape_of
 from jaxserve.lab import arrivals, cost_table, simulate, subject
@@ -319,14 +313,3 @@ def test_bad_usage_is_one_line(words, jaxserve, recorded: Path):
 def test_a_token_has_kv_in_every_group_of_layers() -> None:
     plan = {"max_len": 100, "block_bytes": 640, "block_size": 32, "windows": [None, 16, 16]}
     assert subject._facts(plan, 0.0).token_bytes == 60
-
-
-def test_where_no_budget_is_named_it_is_that_of_the_start_that_was_measured():
-    shapes = BucketConfig((1, 8, 256), (1, 8))
-    costs = subject.Costs(CostModel((1, 8, 256), (1.0, 2.0, 3.0)), "a table", None, None, shapes)
-    made = subject.as_measured(EngineConfig(), costs)
-    assert made.scheduler.token_budget == 256 and made.buckets == shapes
-    named = EngineConfig(scheduler=SchedulerConfig(token_budget=64))
-    assert subject.as_measured(named, costs).scheduler.token_budget == 64
-    unknown = dataclasses.replace(costs, buckets=BucketConfig())
-    assert subject.as_measured(EngineConfig(), unknown) == EngineConfig()

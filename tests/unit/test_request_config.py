@@ -95,7 +95,7 @@ def test_min_tokens_within_max_tokens() -> None:
         (CacheConfig, "prefix_caching", 1),
         (SchedulerConfig, "mode", "static"),
         (SchedulerConfig, "policy", "lifo"),
-        (SchedulerConfig, "token_budget", -1),
+        (SchedulerConfig, "token_budget", 0),
         (SchedulerConfig, "token_budget", True),
         (SchedulerConfig, "token_budget", 1.5),
         (SchedulerConfig, "max_seqs", 0),
