@@ -47,9 +47,8 @@ class BatchBuilder:
         if config.runner.deterministic:  # which program samples a row must not depend on others
             pinned = SAMPLERS[2 if config.sampling.penalties else int(config.sampling.random)]
         self._seat_table = SeatTable(rows, vocab_size, pinned)
-        self._numbers = np.arange(rows + 1, dtype=np.int32)
         self._ones, self._all = np.ones(rows, np.int32), np.ones(rows, np.bool_)
-        _freeze(self._numbers, self._ones, self._all)
+        _freeze(self._ones, self._all)
 
     def build(self, plan: Plan) -> Batch:
         """The step of a plan with at least one chunk."""
@@ -62,7 +61,7 @@ class BatchBuilder:
         _freeze(packed)
         inputs = unpack(packed, shapes)  # views of what is read-only are read-only
         sampler, sampled, logprobs = "none", None, False
-        num_samples = len(rows.seats) if not plan.chunks else int(rows.samples.sum())
+        num_samples = int(np.count_nonzero(rows.samples))
         if num_samples:
             sampler, sampled, logprobs = self._sample(inputs, rows, plan.bucket)
         return Batch(
@@ -97,10 +96,7 @@ class BatchBuilder:
         width = -(-int(ends.max()) // self._block_size)
         inputs.block_tables[..., :rows, :width] = self._tables[..., seats, :width]
         inputs.kv_lens[:rows] = ends
-        if singles == rows:
-            inputs.query_starts[: rows + 1] = self._numbers[: rows + 1]
-        else:
-            np.cumsum(counts, out=inputs.query_starts[1 : rows + 1])
+        np.cumsum(counts, out=inputs.query_starts[1 : rows + 1])
         inputs.query_starts[rows + 1 :] = total
         inputs.num_decodes[0] = singles
         row_of = seats

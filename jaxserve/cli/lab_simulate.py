@@ -136,6 +136,7 @@ def check(args: argparse.Namespace) -> None:
 def read_subject(args: argparse.Namespace, recorded: "Trace | None") -> "Subject":
     """Raises ValueError and UsageError for costs or settings that cannot be read."""
     from jaxserve import settings
+    from jaxserve.config import BucketConfig
     from jaxserve.lab import subject
 
     host_s = None if args.host_ms is None else args.host_ms / 1e3
@@ -153,6 +154,8 @@ def read_subject(args: argparse.Namespace, recorded: "Trace | None") -> "Subject
     base = costs.config if recorded is None else settings.loads(recorded.header.config)
     if not given and base is not None:
         config = settings.assign(base, args.set)
+    if config.buckets == BucketConfig():  # this process cannot tell which a device would have
+        config = dataclasses.replace(config, buckets=costs.buckets)
     facts = costs.facts or subject.facts_of_model(config, args.config)
     model = costs.model
     if host_s is not None:

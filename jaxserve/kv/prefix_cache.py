@@ -101,14 +101,11 @@ class PrefixCache:
     ) -> None:
         """`blocks` of each group hold the full blocks of `tokens` from number `first`; of several
         blocks with one digest the first stays.  Extends the chain `digests` as far as needed."""
-        end = first + len(blocks[0])
-        if len(digests) < first:
-            self.extend(digests, tokens, first, salt)
-        contents = _blocks(tokens, first, end, self._block_size)
-        if len(digests) < end:
-            self._chain(digests, contents[len(digests) - first :], salt)
+        self.extend(digests, tokens, first, salt)
+        contents = _blocks(tokens, first, first + len(blocks[0]), self._block_size)
+        self._chain(digests, contents[len(digests) - first :], salt)
         for group, (entries, own) in enumerate(zip(self._entries, blocks, strict=True)):
-            for digest, block, content in zip(digests[first:end], own, contents, strict=False):
+            for digest, block, content in zip(digests[first:], own, contents, strict=False):
                 if digest not in entries and block not in self._digest:
                     entries[digest] = (block, content)
                     self._digest[block] = (group, digest)

@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxserve import settings
 from jaxserve.batch.buckets import resolve
-from jaxserve.config import EngineConfig
+from jaxserve.config import BucketConfig, EngineConfig
 from jaxserve.costs import CostModel
 from jaxserve.lab import chip, cost_table, fit, trace
 from jaxserve.lab import shapes as shapes_of
@@ -57,6 +57,7 @@ class Costs:
     source: str  # for people
     facts: Facts | None  # None: it does not say
     config: EngineConfig | None  # of the recorded run
+    buckets: BucketConfig = BucketConfig()  # of the start that a table was measured with
 
 
 def shipped_names() -> list[str]:
@@ -92,7 +93,8 @@ def read_costs(path: Path) -> Costs:
     if None not in known.values():
         pool = table.facts.get("kv_gib", 0.0)
         facts = Facts(int(known["max_len"] or 0), float(known["kv_token_bytes"] or 0), float(pool))
-    return Costs(table.costs, table.device, facts, None)
+    tokens, rows = table.facts.get("key", {}).get("buckets", ((), ()))
+    return Costs(table.costs, table.device, facts, None, BucketConfig(tuple(tokens), tuple(rows)))
 
 
 def of_trace(loaded: Trace) -> Costs:

@@ -15,9 +15,12 @@ from typing import Any
 
 import jax
 from jax.experimental import serialize_executable
+from jax.tree_util import PyTreeDef, default_registry
 
 from jaxserve.runner import compile_cache
 
+_DIGEST = 16  # bytes before a program
+_LENGTH = 4  # bytes: how long the tree of its outputs is
 _COMPILERS = ("jax", "jaxlib", "libtpu", "jax-cuda13-plugin")
 
 
@@ -41,27 +44,55 @@ def save(root: Path, spec: Any, lowered: Any, compiled: Any) -> int:
     """
     if compile_cache.in_use():
         raise RuntimeError("a bundle cannot be made of cached programs; turn the compile cache off")
-    payload, _, _ = serialize_executable.serialize(compiled)
-    path = folder_of(root, _devices(spec)) / name_of(spec, lowered)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-        file.write(payload)
-    os.replace(file.name, path)
-    return len(payload)
+    data = pack(compiled)
+    write(folder_of(root, _devices(spec)) / name_of(spec, lowered), data)
+    return len(data)
 
 
 def load(root: Path, spec: Any, lowered: Any) -> Any | None:
-    """The compiled program, ready to run; None when the bundle does not have exactly this one."""
-    devices = _devices(spec)
-    path = folder_of(root, devices) / name_of(spec, lowered)
+    """The compiled program, ready to run; None when the bundle does not have exactly this one.
+    Raises ValueError for a damaged file."""
+    path = folder_of(root, _devices(spec)) / name_of(spec, lowered)
     if not path.is_file():
         return None
+    try:
+        return unpack(path.read_bytes(), spec)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}; make the bundle again") from error
+
+
+def pack(compiled: Any) -> bytes:
+    """A compiled program as a file: a digest of what follows, the tree of the outputs, the code."""
+    code, _, outputs = serialize_executable.serialize(compiled)
+    tree = outputs.serialize_using_proto()
+    body = len(tree).to_bytes(_LENGTH, "big") + tree + code
+    return _digest(body) + body
+
+
+def unpack(data: bytes, spec: Any) -> Any:
+    """The program of `spec`, ready to run.  Raises ValueError for bytes that `pack` did not make,
+    and as XLA does for a program that it cannot load."""
+    digest, body = data[:_DIGEST], data[_DIGEST:]
+    if digest != _digest(body):
+        raise ValueError("damaged")
+    end = _LENGTH + int.from_bytes(body[:_LENGTH], "big")
+    outputs = PyTreeDef.deserialize_using_proto(default_registry, body[_LENGTH:end])
     inputs = jax.tree.structure((spec.arguments, {}))
-    with spec.sharding.context():
-        outputs = jax.tree.structure(jax.eval_shape(spec.function, *spec.arguments))
     return serialize_executable.deserialize_and_load(
-        path.read_bytes(), inputs, outputs, execution_devices=devices
+        body[end:], inputs, outputs, execution_devices=_devices(spec)
     )
+
+
+def write(path: Path, data: bytes) -> None:
+    """Whole or not at all; makes the folder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+        file.write(data)
+    os.replace(file.name, path)
+
+
+def _digest(body: bytes) -> bytes:
+    return hashlib.blake2b(body, digest_size=_DIGEST).digest()
 
 
 def _devices(spec: Any) -> list[Any]:

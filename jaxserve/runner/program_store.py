@@ -12,23 +12,18 @@ import hashlib
 import json
 import os
 import platform
-import tempfile
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import jax
-from jax.experimental import serialize_executable
-from jax.tree_util import PyTreeDef, default_registry
 
 from jaxserve.runner import bundle
 
 _LIBRARIES = ("jax", "jaxlib", "flax", "numpy", "ml_dtypes")
 _VARIABLES = ("XLA_FLAGS", "JAX_PLATFORMS")
 _PACKAGES = ("jaxserve", "model_zoo", "pallas_kernels")
-_DIGEST = 16  # bytes before a stored program, of what follows
-_LENGTH = 4  # bytes after it: how long the tree of the outputs is, which comes first
 
 
 class ProgramStore:
@@ -60,10 +55,7 @@ class ProgramStore:
         """Stores a program that was compiled here."""
         name = bundle.name_of(spec, lowered)
         try:
-            payload, _, outputs = serialize_executable.serialize(compiled)
-            tree = outputs.serialize_using_proto()
-            body = len(tree).to_bytes(_LENGTH, "big") + tree + payload
-            self._write(self._folder / name, _digest(body) + body)
+            bundle.write(self._folder / name, bundle.pack(compiled))
         except Exception as error:  # of the disk or of XLA: serving goes on without
             self._give_up(error)
         else:
@@ -74,22 +66,13 @@ class ProgramStore:
         if self._found.items() <= self._known.items():
             return
         try:
-            self._write(self._index, json.dumps(self._known | self._found).encode())
+            bundle.write(self._index, json.dumps(self._known | self._found).encode())
         except OSError as error:
             self._give_up(error)
 
     def _load(self, spec: Any, name: str) -> Any | None:
         try:
-            stored = (self._folder / name).read_bytes()
-            digest, body = stored[:_DIGEST], stored[_DIGEST:]
-            if digest != _digest(body):
-                return None
-            end = _LENGTH + int.from_bytes(body[:_LENGTH], "big")
-            outputs = PyTreeDef.deserialize_using_proto(default_registry, body[_LENGTH:end])
-            inputs = jax.tree.structure((spec.arguments, {}))
-            found = serialize_executable.deserialize_and_load(
-                body[end:], inputs, outputs, execution_devices=jax.devices()[:1]
-            )
+            found = bundle.unpack((self._folder / name).read_bytes(), spec)
         except Exception:  # whatever is wrong with it, it is compiled again
             return None
         self._found[spec.name] = name
@@ -101,12 +84,6 @@ class ProgramStore:
         except (OSError, ValueError):
             return {}
         return known if isinstance(known, dict) else {}
-
-    def _write(self, path: Path, data: bytes) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            file.write(data)
-        os.replace(file.name, path)
 
     def _give_up(self, error: Exception) -> None:
         warn, self._warn = self._warn, None
@@ -158,7 +135,3 @@ def _processor() -> str:
     except OSError:
         return platform.processor()
     return next((line for line in lines if line.startswith(("flags", "Features"))), "")
-
-
-def _digest(body: bytes) -> bytes:
-    return hashlib.blake2b(body, digest_size=_DIGEST).digest()

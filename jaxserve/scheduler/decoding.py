@@ -1,9 +1,20 @@
 """The requests that decode: a step moves hundreds of them on with a few array operations."""
 
+from typing import NamedTuple
+
 import numpy as np
 
 from jaxserve.request import Request, SeatProgress
 from jaxserve.scheduler.plan import Bools, Decodes, Ints
+
+
+class _Rows(NamedTuple):
+    """The members."""
+
+    requests: list[Request]
+    epochs: list[int]
+    seats: Ints
+    mask: Bools  # bool[seats of the engine]: which are theirs
 
 
 class Decoding:
@@ -20,8 +31,7 @@ class Decoding:
         self.generation = 0  # grows whenever a request leaves its seat
         self._progress = progress
         self._members: dict[Request, None] = {}  # in the order in which they began to decode
-        self._rows: tuple[list[Request], list[int], Ints] | None = None
-        self._mask: Bools = np.zeros(seats, np.bool_)  # seats of the members in `_rows`
+        self._rows: _Rows | None = None
 
     def __contains__(self, request: Request) -> bool:
         return request in self._members
@@ -44,17 +54,20 @@ class Decoding:
 
     def due(self) -> list[Request]:
         """Members that need a look before this step."""
-        requests, _, seats = self._cached()
-        needy = self._needy()
-        return [requests[i] for i in needy[seats].nonzero()[0].tolist()] if needy.any() else []
+        rows = self._cached()
+        needy = self._needy(rows)
+        if not needy.any():
+            return []
+        return [rows.requests[i] for i in needy[rows.seats].nonzero()[0].tolist()]
 
     def plan(self, held: Bools | None = None) -> Decodes:
         """A token for every member that is not at its end nor `held`, bool[seats]."""
-        requests, epochs, seats = self._cached()
+        rows = self._cached()
+        requests, epochs, seats = rows.requests, rows.epochs, rows.seats
         starts = self._progress.computed[seats]
-        waits = self._needy()
+        waits = self._needy(rows)
         if held is not None:
-            waits |= held & self._mask
+            waits |= held & rows.mask
         if waits.any():
             runs = ~waits[seats]
             keep = runs.nonzero()[0].tolist()
@@ -65,10 +78,10 @@ class Decoding:
 
     def advance(self, decodes: Decodes) -> None:
         """These decodes go into a step."""
-        progress, every = self._progress, self._rows
-        if every is not None and decodes.seats is every[2]:  # without looking up each seat
-            progress.computed += self._mask
-            progress.in_flight += self._mask
+        progress, rows = self._progress, self._rows
+        if rows is not None and decodes.seats is rows.seats:  # without looking up each seat
+            progress.computed += rows.mask
+            progress.in_flight += rows.mask
         else:
             progress.computed[decodes.seats] += 1
             progress.in_flight[decodes.seats] += 1
@@ -84,15 +97,15 @@ class Decoding:
         self._progress.in_flight[decodes.seats[held]] -= 1
         return held
 
-    def _needy(self) -> Bools:
+    def _needy(self, rows: _Rows) -> Bools:
         """bool[seats]: members that need a look before they run."""
-        return (self._progress.computed >= self.room) & self._mask
+        return (self._progress.computed >= self.room) & rows.mask
 
-    def _cached(self) -> tuple[list[Request], list[int], Ints]:
+    def _cached(self) -> _Rows:
         if self._rows is None:
             requests = list(self._members)
             seats = np.array([request.seat for request in requests], np.int32)
-            self._rows = requests, [request.epoch for request in requests], seats
-            self._mask = np.zeros(len(self.room), np.bool_)
-            self._mask[seats] = True
+            mask = np.zeros(len(self.room), np.bool_)
+            mask[seats] = True
+            self._rows = _Rows(requests, [request.epoch for request in requests], seats, mask)
         return self._rows

@@ -59,7 +59,6 @@ class Scheduler:
         self._progress = SeatProgress(rules.max_seqs)
         self._decoding = Decoding(self._progress)
         self._prefilling: dict[Request, None] = {}  # those of `running` that do not decode
-        self._stop_ids: set[int] = set()  # of all that run, and of some that ran
         self._step = 0
         self._backoff = 1  # steps without admission after the next preemption
         self._admit_from = 0  # first step that may admit again
@@ -126,16 +125,13 @@ class Scheduler:
             failed = [requests[i] for i in (held & bad).nonzero()[0].tolist()]
             requests = [requests[i] for i in good.nonzero()[0].tolist()]
             starts, seats, tokens = starts[good], seats[good], tokens[good]
-        ids = tokens.tolist()
-        rows = list(zip(requests, ids, strict=True))
-        for request, token in rows:
-            request.tokens.append(token)
-        outputs = [_new(Output, (request, (token,), None, None, None)) for request, token in rows]
+        outputs: list[Output] = []
         stopped: list[int] = []
-        if not self._stop_ids.isdisjoint(ids):
-            stopped = [
-                row for row, (request, token) in enumerate(rows) if token in request.stop_ids
-            ]
+        for request, token in zip(requests, tokens.tolist(), strict=True):
+            request.tokens.append(token)
+            if token in request.stop_ids:
+                stopped.append(len(outputs))
+            outputs.append(_new(Output, (request, (token,), None, None, None)))
         filled: Bools = (starts + 1) % self.kv.block_size == 0
         for row in filled.nonzero()[0].tolist():
             self._landed(requests[row], int(starts[row]), 1)
@@ -289,7 +285,6 @@ class Scheduler:
         self._progress.computed[request.seat] = hit.num_blocks * self.kv.block_size
         self._progress.in_flight[request.seat] = 0
         self.running[request] = self._prefilling[request] = None
-        self._stop_ids |= request.stop_ids
         draft.admitted.append(request)
         if self._pacing is not None:
             self._pacing.sit(request)
@@ -374,8 +369,6 @@ class Scheduler:
         self._decoding.leave(request)
         self._prefilling.pop(request, None)
         del self.running[request]
-        if not self.running:
-            self._stop_ids.clear()
         self._seats.append(request.seat)
         request.seat, request.seats = -1, None
 

@@ -276,6 +276,23 @@ def test_the_command_takes_a_cost_table(jaxserve, tmp_path: Path):
     assert ran.code == 2 and "'abacus': no such file; tables here: a100-llama3-8b" in ran.err
 
 
+def test_the_buckets_are_those_of_the_start_that_a_table_was_measured_with(
+    jaxserve, tmp_path: Path
+):
+    facts = {"max_len": 500, "kv_token_bytes": 1000, "key": {"buckets": [[1, 20, 64], [1, 8]]}}
+    table = cost_table.CostTable(
+        source="made up", device="an abacus", model="none", costs=MODEL, facts=facts
+    )
+    cost_table.save(path := tmp_path / "costs.json", table)
+    words = ["--rate", 40, "--requests", 9, "--prompt-tokens", 100, "--json", "--costs", path]
+    ran = jaxserve("lab", "simulate", *words, "--set", "scheduler.token_budget=64")
+    assert set(json.loads(ran.out)["bucket_steps"]) <= {"1", "20", "64"}, ran.err
+    named = ["--set", "scheduler.token_budget=64", "--set", "buckets.tokens=[64]"]
+    assert set(json.loads(jaxserve("lab", "simulate", *words, *named).out)["bucket_steps"]) == {
+        "64"
+    }
+
+
 def test_the_command_estimates_a_chip_by_its_data_sheet(jaxserve):
     words = ["lab", "simulate", "--rate", 5, "--requests", 4, "--json", "--output-tokens", 100]
     words += ["--config", "configs/gpu-h200-llama3.1-8b.toml", "--chip", "h200"]

@@ -51,6 +51,13 @@ def test_another_program_is_compiled(folder):
     np.testing.assert_array_equal(run(found)["sum"], 3 * np.arange(8) + 1)
 
 
+def test_a_damaged_bundle_is_named(folder):
+    (path,) = folder.rglob("*.bin")
+    path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(ValueError, match=path.name):
+        compile_programs([spec(2)], stored=str(folder))
+
+
 def test_another_version_does_not_see_it(folder, monkeypatch):
     monkeypatch.setattr(bundle, "version", lambda name: "0.0.1")
     assert bundle.load(folder, spec(2), lower(spec(2))) is None
