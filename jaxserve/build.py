@@ -156,6 +156,7 @@ def cost_facts(made: "Plan") -> dict[str, Any]:
         "device": f"{jax.device_count()} x {device.platform} {device.device_kind}",
         "cores": os.cpu_count() if device.platform == "cpu" else None,
         "dtype": [config.model.dtype, config.cache.dtype],
+        "code": program_store.sources(),
         "versions": [jaxserve.__version__, jax.__version__, metadata.version("jaxlib")],
         "mesh": dataclasses.astuple(config.mesh),
         "buckets": [config.buckets.tokens, config.buckets.rows],

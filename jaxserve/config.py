@@ -95,6 +95,9 @@ class SchedulerConfig:
     max_partial_prefills: int = 8  # most prompts in the middle of their prefill
     max_long_partial_prefills: int = 1  # of those, most longer than long_prefill_threshold
     long_prefill_threshold: int = 0  # tokens; 0: 4 % of max_len, at least one block
+    # While prompts are few, a step takes at most this many times what its decodes alone take; 0: no
+    # limit.  Mode dynamic, where costs were measured.
+    stall_limit: float = 6.0
     watermark: float = 0.01  # share of blocks that admission leaves free
     reserve_full_prompt: bool = True  # admit only when the blocks of the whole prompt are free
     max_waiting: int = 1_000_000  # most requests in the queue; more are refused
@@ -113,6 +116,8 @@ class SchedulerConfig:
         ):
             _whole(f"scheduler.{name}", getattr(self, name), 1)
         _whole("scheduler.long_prefill_threshold", self.long_prefill_threshold, 0)
+        if self.stall_limit != 0:
+            _number("scheduler.stall_limit", self.stall_limit, 1.0, 1e6)
         _number("scheduler.watermark", self.watermark, 0.0, 0.99)
         _flag("scheduler.reserve_full_prompt", self.reserve_full_prompt)
 

@@ -10,26 +10,32 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-import numpy as np
-
 from jaxserve.batch.builder import BatchBuilder
 from jaxserve.batch.flight import Flight
 from jaxserve.batch.logprobs import PromptScores, attach, scored_targets
 from jaxserve.batch.step import Batch, StepResult
 from jaxserve.config import EngineConfig
-from jaxserve.costs import NO_STEP, CostModel, OnlineCosts, StepShape
+from jaxserve.costs import CostModel, OnlineCosts
 from jaxserve.kv.manager import KVManager
 from jaxserve.metrics import StepRecord, Totals
 from jaxserve.request import Output, Request, SamplingParams, Status
 from jaxserve.scheduler import admission
 from jaxserve.scheduler.admission import ModelLimits, QueueFull
-from jaxserve.scheduler.plan import Plan
+from jaxserve.scheduler.plan import Ints, Plan
 from jaxserve.scheduler.scheduler import Scheduler
 from jaxserve.scheduler.snap import CostTable
 
 __all__ = ["Engine", "ModelLimits", "Observer", "QueueFull", "Runner"]
 
 _log = logging.getLogger(__name__)
+
+
+class Builder(Protocol):
+    """Turns plans into what the runner takes."""
+
+    def build(self, plan: Plan) -> Batch:
+        """The step of a plan with at least one chunk."""
+        ...
 
 
 class Runner(Protocol):
@@ -74,6 +80,7 @@ class Engine:
         *,
         clock: Callable[[], float] = time.monotonic,
         on_step: Callable[[StepRecord], None] | None = None,
+        make_builder: Callable[[EngineConfig, Ints, int], Builder] = BatchBuilder,
     ) -> None:
         self.config = config
         self.stats = Totals()
@@ -95,7 +102,7 @@ class Engine:
             max_chunk=config.max_chunk,
         )
         self.scheduler = Scheduler(config, self.kv)
-        self._builder = BatchBuilder(config, self.kv.tables, limits.vocab_size)
+        self._builder = make_builder(config, self.kv.tables, limits.vocab_size)
         self._prompts = PromptScores()
         self._followers: dict[Request, list[Request]] = {}  # of a first sample: the other ones
         self._num_followers = 0
@@ -218,8 +225,7 @@ class Engine:
         query_tokens = self._note_prefills(plan)
         targets = [(c, scored_targets(c)) for c in plan.chunks] if len(self._prompts) else []
         batch = self._builder.build(plan)
-        shape = shape_of(batch)
-        predicted = None if self._costs is None else self._costs.predict(shape)
+        predicted = None if self._costs is None else self._costs.predict(batch.shape)
         self._busy_until = begin + (predicted or 0.0)
         built, busy = time.perf_counter(), time.thread_time()
         handle = self._runner.dispatch(batch)
@@ -230,7 +236,6 @@ class Engine:
             handle=handle,
             targets=targets,
             planned_at=planned_at,
-            shape=shape,
             predicted_s=predicted,
             query_tokens=query_tokens,
             schedule_s=scheduled - began,
@@ -275,7 +280,7 @@ class Engine:
                 if start + num_tokens >= request.num_prompt or request.finish_reason:
                     self._release_followers(request)
         if self._costs is not None and self._follow and flight.predicted_s is not None:
-            self._costs.observe(flight.shape, flight.predicted_s, result.device_s)
+            self._costs.observe(batch.shape, flight.predicted_s, result.device_s)
         updated = time.perf_counter()
         record = _record(
             flight,
@@ -316,20 +321,6 @@ class Engine:
         return outputs
 
 
-def shape_of(batch: Batch) -> StepShape:
-    """What the step's time depends on."""
-    inputs = batch.inputs
-    singles = int(inputs.num_decodes[0])
-    shape = NO_STEP.with_singles(inputs.kv_lens[:singles]) if singles else NO_STEP
-    if batch.num_tokens > singles:
-        counts = np.diff(inputs.query_starts[singles:])
-        counts = counts[counts > 0].tolist()
-        ends = inputs.kv_lens[singles : singles + len(counts)].tolist()
-        for count, end in zip(counts, ends, strict=True):
-            shape = shape.with_chunk(end - count, count)
-    return shape._replace(bucket=batch.token_bucket, rows=batch.row_bucket, sampler=batch.sampler)
-
-
 def _record(  # noqa: PLR0913
     flight: Flight,
     *,
@@ -358,7 +349,7 @@ def _record(  # noqa: PLR0913
         output_tokens=output_tokens,
         dropped_tokens=batch.num_samples - output_tokens,
         unused=None if plan.unused is None else str(plan.unused),
-        shape=flight.shape,
+        shape=batch.shape,
         predicted_s=flight.predicted_s,
         device_s=device_s,
         padding_s=device_s * costs.padding_share(plan.num_tokens, flight.predicted_s),

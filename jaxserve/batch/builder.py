@@ -12,9 +12,10 @@ from numpy.typing import NDArray
 
 from jaxserve.batch.logprobs import scored_targets
 from jaxserve.batch.samples import SeatTable
+from jaxserve.batch.shape import shape_of
 from jaxserve.batch.step import Batch, SampleInputs, ScoreInputs, SeatReset
 from jaxserve.config import EngineConfig
-from jaxserve.request import SAMPLERS, Request
+from jaxserve.request import Request
 from jaxserve.scheduler.plan import Ints, Plan
 from model_zoo.step_inputs import StepInputs, packed_size, step_shapes, unpack
 
@@ -43,10 +44,7 @@ class BatchBuilder:
         self._shapes = {
             size: step_shapes(size, rows, blocks, groups) for size in config.buckets.tokens
         }
-        pinned = None
-        if config.runner.deterministic:  # which program samples a row must not depend on others
-            pinned = SAMPLERS[2 if config.sampling.penalties else int(config.sampling.random)]
-        self._seat_table = SeatTable(rows, vocab_size, pinned)
+        self._seat_table = SeatTable(config, vocab_size)
         self._ones, self._all = np.ones(rows, np.int32), np.ones(rows, np.bool_)
         _freeze(self._ones, self._all)
 
@@ -74,6 +72,7 @@ class BatchBuilder:
             logprobs=logprobs,
             scores=self._scores(plan) if self._seat_table.any_scores(rows.seats) else (),
             resets=tuple(_reset(r) for r in plan.admitted if r.sampling.has_penalties),
+            shape=shape_of(plan, 0 if sampled is None else len(sampled.seats), sampler),
         )
 
     def _rows_of(self, plan: Plan) -> _Rows:

@@ -4,7 +4,6 @@ import dataclasses
 from typing import Any
 
 from jaxserve.batch.step import Batch
-from jaxserve.costs import StepShape
 from jaxserve.scheduler.plan import Chunk, Plan
 
 
@@ -17,7 +16,6 @@ class Flight:
     handle: Any
     targets: list[tuple[Chunk, list[int]]]  # prompt tokens it scores
     planned_at: float  # the engine's clock
-    shape: StepShape
     predicted_s: float | None  # None until costs are measured
     query_tokens: int  # prompts of requests that are new in the step
     schedule_s: float

@@ -7,6 +7,7 @@ from numpy.typing import NDArray
 
 from jaxserve.batch.logprobs import wants_scores
 from jaxserve.batch.step import SampleInputs
+from jaxserve.config import EngineConfig
 from jaxserve.request import MAX_BIAS, MAX_EOS_IDS, MAX_STOP_IDS, SAMPLERS, Request
 
 STOP_WIDTH = MAX_STOP_IDS + MAX_EOS_IDS  # A of SampleInputs
@@ -35,12 +36,14 @@ def neutral(rows: int, *, token_index: int, seats: int, vocab_size: int) -> Samp
 
 
 class SeatTable:
-    """The options of the request in every seat; `pinned` is a sampler for whatever is asked."""
+    """The options of the request in every seat.  `config` is resolved; `vocab_size` V."""
 
-    def __init__(self, seats: int, vocab_size: int, pinned: str | None) -> None:
-        self._seats = seats
+    def __init__(self, config: EngineConfig, vocab_size: int) -> None:
+        self._seats = seats = config.scheduler.max_seqs
         self._vocab_size = vocab_size
-        self._pinned = pinned
+        self._pinned = None
+        if config.runner.deterministic:  # which program samples a row must not depend on others
+            self._pinned = SAMPLERS[2 if config.sampling.penalties else int(config.sampling.random)]
         self._table = neutral(seats, token_index=0, seats=seats, vocab_size=vocab_size)
         self._level = np.zeros(seats, np.int8)  # index in SAMPLERS
         self._logprobs = np.zeros(seats, np.bool_)
@@ -78,6 +81,10 @@ class SeatTable:
         """False when none of these seats' requests wants its prompt scored."""
         return _any_of(self._scores, seats)
 
+    def sampler(self, seats: NDArray[np.int32]) -> str:
+        """The sampling program for rows with these `seats`, at least one."""
+        return self._pinned or SAMPLERS[int(self._level[seats].max())]
+
     def gather(
         self,
         seats: NDArray[np.int32],
@@ -90,7 +97,7 @@ class SeatTable:
         `bucket`: rows R and tokens T.  What the sampler does not read is shared and neutral.
         """
         rows, real = bucket[0], len(seats)
-        sampler = self._pinned or SAMPLERS[int(self._level[seats].max())]
+        sampler = self.sampler(seats)
         base = self._neutral_rows(rows)
         fresh: dict[str, NDArray[Any]] = {
             "token_index": _padded(token_index, rows, bucket[1]),

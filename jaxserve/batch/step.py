@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxserve.costs import StepShape
 from model_zoo.step_inputs import StepInputs
 
 Array = Any  # numpy on the host, jax.Array inside the step
@@ -80,6 +81,7 @@ class Batch:
     logprobs: bool  # some row asks for logprobs of its sampled token
     scores: tuple[ScoreInputs, ...]
     resets: tuple[SeatReset, ...]
+    shape: StepShape  # what the time of the step depends on
 
     @property
     def token_bucket(self) -> int:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import nnls
 
 from jaxserve.costs import CostModel, StepShape
 
@@ -90,6 +89,8 @@ def _on_rows(
 
 def _solve(x: Floats, y: Floats) -> Floats:
     """The least sum of Huber's function of (x @ found) / y - 1, found >= 0."""
+    from scipy.optimize import nnls  # half a second to load, and most simulations fit nothing
+
     scale = np.maximum(np.abs(x).max(axis=0), 1e-300)
     a = x / scale / y[:, None]
     weights = np.ones(len(y))

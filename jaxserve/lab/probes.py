@@ -8,8 +8,6 @@ import numpy as np
 from jaxserve.batch.builder import BatchBuilder
 from jaxserve.batch.step import Batch
 from jaxserve.config import EngineConfig
-from jaxserve.costs import StepShape
-from jaxserve.engine import shape_of
 from jaxserve.request import Request, SamplingParams
 from jaxserve.scheduler.plan import Chunk, Decodes, Plan
 
@@ -47,10 +45,9 @@ class Probes:
         self._tables = np.zeros((groups, seats, width), np.int32)
         self._builder = BatchBuilder(config, self._tables, vocab_size)
 
-    def batch(self, probe: Probe) -> tuple[Batch, StepShape]:
+    def batch(self, probe: Probe) -> Batch:
         self._lay_blocks(probe)
-        batch = self._builder.build(self._plan(probe))
-        return batch, shape_of(batch)
+        return self._builder.build(self._plan(probe))
 
     def _lay_blocks(self, probe: Probe) -> None:
         size = self._config.cache.block_size
@@ -84,7 +81,7 @@ class Probes:
         return Plan(
             decodes=decodes,
             chunks=chunks,
-            num_singles=singles,
+            num_singles=singles + sum(n == 1 for _, n in probe.chunks),
             num_tokens=probe.tokens,
             bucket=sizes[bisect.bisect_left(sizes, probe.tokens)],
             recomputed_tokens=0,

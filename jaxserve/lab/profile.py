@@ -94,14 +94,14 @@ def profile(
     probes = [*(p for p in probes if p not in drawn), *drawn]
     made = Probes(config, engine.limits.vocab_size, groups)
     batches = [made.batch(probe) for probe in probes]
-    shapes = [shape for _, shape in batches]
+    shapes = [batch.shape for batch in batches]
     rounds: list[list[float]] = []
     while len(rounds) < LEAST_ROUNDS or clock() - start < seconds:
         order = list(range(len(batches)))
         rng.shuffle(order)
         took = [0.0] * len(batches)
         for at in order:
-            took[at] = runner.result(runner.dispatch(batches[at][0])).device_s
+            took[at] = runner.result(runner.dispatch(batches[at])).device_s
         if not min(took) > 0:
             raise ValueError("the runner reports no device time; there is nothing to fit")
         rounds.append(took)

@@ -7,6 +7,7 @@ preemptions and overlap are those of a real run.
 
 import collections
 import dataclasses
+import functools
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,7 +19,7 @@ from jaxserve.lab import arrivals as loads
 from jaxserve.lab.arrivals import Arrival
 from jaxserve.lab.probes import SAMPLING
 from jaxserve.lab.trace import Trace
-from jaxserve.lab.virtual import Clock, VirtualRunner
+from jaxserve.lab.virtual import Clock, ShapeBuilder, VirtualRunner
 from jaxserve.metrics import StepRecord
 from jaxserve.offline import figures
 from jaxserve.offline.workload import LATE_AFTER, Replay
@@ -61,6 +62,7 @@ def play(
         ModelLimits(VOCAB, frozenset()),
         clock=clock,
         on_step=steps.append,
+        make_builder=ShapeBuilder,
     )
     engine.set_costs(model)
     _warm_prefix(engine, clock, offered, steps)
@@ -90,7 +92,9 @@ class _Player:
         self, engine: Engine, clock: Clock, offered: Sequence[Arrival], sampler: str
     ) -> None:
         self.engine, self.clock = engine, clock
-        self._sampling = SAMPLING[sampler]
+        self._wanted = functools.lru_cache(maxsize=4096)(
+            functools.partial(_sampling, SAMPLING[sampler])
+        )
         self.served: list[Arrival] = []
         self.requests: list[Request] = []
         self.times: list[list[float]] = []
@@ -113,9 +117,10 @@ class _Player:
                     break
                 clock.now = start + self._due[at][0].at
                 continue
-            for request, tokens, *_ in engine.step():
+            outputs, now = engine.step(), clock.now
+            for request, tokens, *_ in outputs:
                 times = self._of[request]
-                times += [clock.now] * len(tokens)
+                times += [now] * len(tokens)
                 self._behind -= len(times) == LATE_AFTER
             if self._late and not self._behind:
                 self.late_at = clock.now
@@ -125,9 +130,8 @@ class _Player:
 
     def _submit(self, arrival: Arrival, prompt: tuple[int, ...], at: float) -> None:
         """`at`: when it came, which may be during the last step."""
-        wanted = dataclasses.replace(self._sampling, max_tokens=arrival.output, ignore_eos=True)
         try:
-            (request,) = self.engine.add(prompt, wanted)
+            (request,) = self.engine.add(prompt, self._wanted(arrival.output))
         except QueueFull:
             self._behind -= not arrival.is_late
             return
@@ -136,6 +140,10 @@ class _Player:
         self.served.append(arrival)
         self.requests.append(request)
         self.times.append(times)
+
+
+def _sampling(like: SamplingParams, max_tokens: int) -> SamplingParams:
+    return dataclasses.replace(like, max_tokens=max_tokens, ignore_eos=True)
 
 
 def sampler_of(trace: Trace) -> str:

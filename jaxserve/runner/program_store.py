@@ -93,7 +93,7 @@ class ProgramStore:
 
 def facts_of(step: Any) -> list[Any]:
     """All that the programs of a `DeviceStep` are traced from."""
-    return [_sources(), repr(step.config), repr(step.model_config), step.vocab_size]
+    return [sources(), repr(step.config), repr(step.model_config), step.vocab_size]
 
 
 def environment_here() -> list[Any]:
@@ -113,7 +113,7 @@ def _name_of(facts: Any) -> str:
 
 
 @functools.cache
-def _sources() -> list[str]:
+def sources() -> list[str]:
     """The code that programs are traced from."""
     root = Path(__file__).parents[2]
     return [_digest_of(root / package) for package in _PACKAGES]

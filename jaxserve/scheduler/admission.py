@@ -129,7 +129,7 @@ def _check_tokens(prompt: Any, vocab_size: int) -> list[int]:
     tokens: list[Any] = prompt.tolist() if hasattr(prompt, "tolist") else list(prompt)
     if not tokens:
         raise ValueError("the prompt has no tokens; give at least one (for example BOS)")
-    if any(type(token) is not int for token in tokens):
+    if set(map(type, tokens)) != {int}:
         raise ValueError("a prompt must be a sequence of token ids (whole numbers)")
     low, high = min(tokens), max(tokens)
     if low < 0 or high >= vocab_size:

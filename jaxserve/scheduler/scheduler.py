@@ -51,6 +51,9 @@ class Scheduler:
         self._one_prefill = rules.mode == "fixed"
         self._pacing = Pacing(config) if rules.mode == "time" else None
         by_deadline = rules.mode == "time" and rules.policy == "fcfs"
+        self._stall_limit = (
+            rules.stall_limit if rules.mode == "dynamic" and not self._equal_chunks else 0.0
+        )
         self._policy = "deadline" if by_deadline else rules.policy
         self._spare = math.ceil(rules.watermark * kv.num_blocks)
         self._short = WaitingQueue(self._policy, rules.aging_steps)
@@ -89,6 +92,7 @@ class Scheduler:
         dated = self._pacing is not None and any(r.anchor < math.inf for r in prefills)
         longs = [r for r in prefills if not (self._equal_chunks or dated) and self._is_long(r)]
         shorts = [r for r in prefills if r not in longs]
+        self._keep_short(draft)
         draft.partials, draft.longs = len(prefills), sum(map(self._is_long, prefills))
         kept = policy.long_share(
             draft.left, sum(r.num_pending for r in longs), bool(shorts or len(self._short))
@@ -212,6 +216,17 @@ class Scheduler:
             draft.left += len(draft.decodes.requests)
             draft.decodes = self._decoding.plan(draft.held)
             draft.left -= len(draft.decodes.requests)
+
+    def _keep_short(self, draft: Draft) -> None:
+        """While prompts are few, their chunks do not hold up the decodes; behind a queue of many,
+        the whole budget serves everybody best."""
+        decodes = len(draft.decodes.requests)
+        prompts = len(self._prefilling) + self.num_waiting
+        few = prompts <= self._rules.max_partial_prefills
+        if self._stall_limit and few and decodes and self.costs.measured:
+            room = snap.most_beside(decodes, self._stall_limit, self.costs) - decodes
+            draft.capped = room < draft.left
+            draft.left = min(room, draft.left)
 
     # -- prefills --------------------------------------------------------------------------------
 
@@ -457,6 +472,8 @@ class Scheduler:
             return Unused.KV
         if draft.indivisible:
             return Unused.INDIVISIBLE
+        if draft.capped and not draft.left:
+            return Unused.TIME_BUDGET
         if draft.closed is not None:
             return draft.closed
         planned = decodes + len(draft.prefills)

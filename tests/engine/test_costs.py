@@ -46,6 +46,12 @@ def test_another_model_dtype_or_set_of_programs_has_other_costs():
     assert cost_table.file_name(facts(modes)) == known
 
 
+def test_other_code_has_other_costs(monkeypatch: pytest.MonkeyPatch):
+    known = cost_table.file_name(facts())
+    monkeypatch.setattr(build.program_store, "sources", lambda: ["of another version"])
+    assert cost_table.file_name(facts()) != known
+
+
 def test_stored_costs_are_taken_and_a_broken_file_is_not(tmp_path: Path):
     lines: list[str] = []
     path = tmp_path / "t.json"

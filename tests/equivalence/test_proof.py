@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from jaxserve.batch.step import Batch
+from jaxserve.costs import NO_STEP
 from jaxserve.runner import warmup
 from jaxserve.runner.device_step import DeviceStep
 from jaxserve.runner.programs import compile_programs
@@ -160,6 +161,7 @@ def test_an_undeclared_shape_is_refused_and_the_runner_goes_on(runner):
         logprobs=False,
         scores=(),
         resets=(),
+        shape=NO_STEP,
     )
     with pytest.raises(KeyError, match=r"backbone\[7\]"):
         runner.dispatch(batch)
@@ -177,7 +179,7 @@ def test_a_cache_lost_in_a_failed_step_is_made_anew(runner):
     good = runner.config.buckets.tokens[0]
     packed = runner.step.padding_step(good)
     batch = Batch(
-        packed, unpack(packed, runner.step.shapes(good)), 0, 0, "none", None, False, (), ()
+        packed, unpack(packed, runner.step.shapes(good)), 0, 0, "none", None, False, (), (), NO_STEP
     )
     runner.result(runner.dispatch(batch))
     assert bool(jnp.all(jax.tree.leaves(runner.state.kv)[0] == 0))

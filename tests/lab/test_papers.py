@@ -35,7 +35,7 @@ def on(
 ) -> dict[str, Any]:
     config = EngineConfig(
         cache=CacheConfig(prefix_caching=False),
-        scheduler=SchedulerConfig(max_seqs=128, **rules),
+        scheduler=SchedulerConfig(max_seqs=128, stall_limit=0, **rules),  # not of the papers
         slo=SloConfig(ttft_ms=1000, tpot_ms=tpot_ms),
     )
     assert COSTS.facts is not None

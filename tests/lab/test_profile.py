@@ -13,11 +13,10 @@ import pytest
 
 from jaxserve.batch.step import Batch
 from jaxserve.config import BucketConfig, CacheConfig, EngineConfig, SchedulerConfig
-from jaxserve.costs import NO_STEP, StepShape
 from jaxserve.lab import cost_table, profile, profile_html, profile_text
 from jaxserve.lab.probes import Probe, Probes
 from jaxserve.lab.profile import Profile, Target
-from tests.lab.rigs import Rig
+from tests.lab.rigs import Rig, shape_of_batch
 from tests.lab.test_fit import TRUTH
 
 CONFIG = EngineConfig(
@@ -25,18 +24,6 @@ CONFIG = EngineConfig(
     scheduler=SchedulerConfig(token_budget=256, max_seqs=32),
     buckets=BucketConfig(tokens=(8, 16, 64, 256), rows=(8, 32)),
 )
-
-
-def shape_of_batch(batch: Batch) -> StepShape:
-    """From the arrays alone, by other code than the engine's."""
-    x = batch.inputs
-    counts = np.diff(x.query_starts)
-    lens = x.kv_lens[counts > 0]
-    counts = counts[counts > 0]
-    shape = NO_STEP.with_singles(lens[counts == 1])
-    for length, count in zip(lens[counts > 1].tolist(), counts[counts > 1].tolist(), strict=True):
-        shape = shape.with_chunk(length - count, count)
-    return shape._replace(bucket=batch.token_bucket, rows=batch.row_bucket, sampler=batch.sampler)
 
 
 class Drifting:
@@ -78,12 +65,13 @@ def test_what_was_drawn_is_what_the_batch_says():
         Probe((), ((3, 1), (0, 9)), "random"),
         Probe((9, 9), (), "full"),
     ):
-        batch, shape = made.batch(probe)
+        batch = made.batch(probe)
+        shape = batch.shape
         assert shape == shape_of_batch(batch)
         assert shape.tokens == probe.tokens and shape.sampler == probe.sampler
         slots = batch.inputs.slots[: probe.tokens]
         assert len(set(slots.tolist())) == probe.tokens
-    batch, _ = Probes(rig_config, 50, groups=3).batch(Probe((5, 700), ((0, 30),), "greedy"))
+    batch = Probes(rig_config, 50, groups=3).batch(Probe((5, 700), ((0, 30),), "greedy"))
     slots = batch.inputs.slots[:, :32].ravel()
     assert batch.inputs.slots.shape[0] == 3 and len(set(slots.tolist())) == len(slots)
 

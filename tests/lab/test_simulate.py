@@ -2,21 +2,22 @@
 
 import dataclasses
 import json
+import types
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from jaxserve.batch.buckets import resolve
 from jaxserve.batch.builder import BatchBuilder
 from jaxserve.config import CacheConfig, EngineConfig, RunnerConfig, SchedulerConfig
-from jaxserve.costs import NO_STEP, CostModel, StepShape
-from jaxserve.engine import Engine, shape_of
+from jaxserve.costs import CostModel
+from jaxserve.engine import Engine
 from jaxserve.lab import arrivals, cost_table, simulate, subject
 from jaxserve.lab.arrivals import Arrival
+from jaxserve.lab.virtual import ShapeBuilder
 from jaxserve.offline.workload import LATE_AFTER
 from tests.cli.test_bench import lines, write
-from tests.lab.rigs import Rig, prompt
+from tests.lab.rigs import Rig, prompt, shape_of_batch
 
 SIZES = (8, 16, 32, 64, 128)
 MODEL = CostModel(
@@ -62,31 +63,29 @@ def test_without_overlap_the_host_is_waited_for():
     assert ends[False] - ends[True] == pytest.approx(19 * 0.003, rel=0.01)
 
 
-def shape_of_plan(plan) -> StepShape:
-    """By other code than the engine's, which has it from the arrays."""
-    ones = [chunk.start + 1 for chunk in plan.chunks if chunk.num_tokens == 1]
-    shape = NO_STEP.with_singles(np.array([*(plan.decodes.starts + 1), *ones], np.int32))
-    for chunk in plan.chunks:
-        if chunk.num_tokens > 1:
-            shape = shape.with_chunk(chunk.start, chunk.num_tokens)
-    return shape._replace(bucket=plan.bucket)
+@pytest.mark.parametrize("sampler", ["greedy", "random"])
+def test_a_step_without_arrays_has_the_shape_of_the_arrays_of_its_plan(monkeypatch, sampler: str):
+    seen, builders = [], []
 
+    def make(config, tables, vocab):
+        builders.append((BatchBuilder(config, tables, vocab), ShapeBuilder(config, tables, vocab)))
+        return types.SimpleNamespace(build=build)
 
-def test_the_shape_of_a_step_is_that_of_its_plan(monkeypatch):
-    seen = []
+    def build(plan):
+        full, without = (builder.build(plan) for builder in builders[0])
+        seen.append(shape_of_batch(full))
+        assert full.shape == without.shape == seen[-1]
+        assert (full.sampler, full.num_samples) == (without.sampler, without.num_samples)
+        return without
 
-    def build(self, plan):
-        seen.append(shape_of_plan(plan))
-        return original(self, plan)
-
-    original = BatchBuilder.build
-    monkeypatch.setattr(BatchBuilder, "build", build)
+    monkeypatch.setattr(simulate, "ShapeBuilder", make)
     drawn = arrivals.generated(
         60, 100.0, arrivals.lengths("1..300", 900), arrivals.lengths("1..40", 900), burst=5
     )
-    played = simulate.play(config(rules={"max_seqs": 7}), MODEL, drawn)
-    assert seen == [step.shape._replace(rows=0, sampler="none") for step in played.steps]
+    played = simulate.play(config(rules={"max_seqs": 7}), MODEL, drawn, sampler=sampler)
+    assert seen == [step.shape for step in played.steps]
     assert any(shape.chunks > 1 for shape in seen) and any(shape.singles > 5 for shape in seen)
+    assert {shape.sampler for shape in seen} == {"none", sampler}
     assert [s.device_s for s in played.steps] == pytest.approx(
         [s.predicted_s for s in played.steps]
     )
@@ -94,7 +93,7 @@ def test_the_shape_of_a_step_is_that_of_its_plan(monkeypatch):
 
 def test_a_recorded_run_is_replayed_step_by_step(tmp_path: Path):
     settings = config(rules={"max_seqs": 4}, cache={"prefix_caching": True})
-    rig = Rig(tmp_path / "t", settings, seconds=lambda b: MODEL.predict(shape_of(b)))
+    rig = Rig(tmp_path / "t", settings, seconds=lambda b: MODEL.predict(b.shape))
     rig.engine.set_costs(MODEL, follow=False)
     rig.add(prompt(64), 1)
     rig.run()
@@ -204,7 +203,7 @@ def test_the_simulated_engine_is_the_production_engine():
 def test_costs_of_a_warm_up_are_fitted_to_the_steps_of_the_run(tmp_path: Path):
     """The warm-up says half of what programs take and nothing of attention."""
     warm = CostModel(SIZES, tuple(x / 2 for x in MODEL.program), rows=(8, 16))
-    rig = Rig(tmp_path / "t", config(), costs=warm, seconds=lambda b: MODEL.predict(shape_of(b)))
+    rig = Rig(tmp_path / "t", config(), costs=warm, seconds=lambda b: MODEL.predict(b.shape))
     for number in range(40):
         rig.add(prompt(13 + 9 * number, number), 10 + number)
         if number % 3 == 0:
@@ -225,7 +224,7 @@ def recorded(tmp_path: Path) -> Path:
     path = tmp_path / "run.trace"
     settings = dataclasses.replace(config(), runner=RunnerConfig())
     costs = dataclasses.replace(MODEL, host=1e-4)
-    rig = Rig(path, settings, costs=costs, seconds=lambda b: MODEL.predict(shape_of(b)))
+    rig = Rig(path, settings, costs=costs, seconds=lambda b: MODEL.predict(b.shape))
     for number in range(6):
         rig.add(prompt(50 + number, number), 20)
     rig.run()

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from jaxserve.batch.step import Batch, SeatReset
+from jaxserve.costs import NO_STEP
 from jaxserve.runner.agreement import EVERY, FIRST, Agreement, DisagreementError
 from jaxserve.runner.packing import sample_spec
 from model_zoo.step_inputs import packed_size, step_shapes, unpack
@@ -17,7 +18,8 @@ def batch(seed: int = 0) -> Batch:
     packed = np.random.default_rng(seed).integers(0, 9, packed_size(SHAPES)).astype(np.int32)
     samples = type(sample_spec(2))(*(np.zeros(s.shape, s.dtype) for s in sample_spec(2)))
     reset = SeatReset(1, np.arange(3, dtype=np.int32), 2)
-    return Batch(packed, unpack(packed, SHAPES), 5, 2, "random", samples, False, (), (reset,))
+    inputs = unpack(packed, SHAPES)
+    return Batch(packed, inputs, 5, 2, "random", samples, False, (), (reset,), NO_STEP)
 
 
 class Pair:

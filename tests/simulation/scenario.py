@@ -147,6 +147,11 @@ class Scenario:
         config = random_config(rng, len(self.windows))
         if not config.runner.deterministic and self.timed.random() < 0.3:
             config = by_time(config, self.timed)
+        costs = config.scheduler.mode == "time" and self.timed.random() < 0.9
+        if config.scheduler.mode == "dynamic" and self.timed.random() < 0.4:
+            costs, limit = True, self.timed.choice([0.0, 1.0, 2.0, 6.0])
+            rules = dataclasses.replace(config.scheduler, stall_limit=limit)
+            config = dataclasses.replace(config, scheduler=rules)
         self.config = resolve(config, MODEL_LEN, 1, windows=self.windows)
         self.now = 0.0
         self.bad_one_in = rng.choice([0, 0, 0, 40])
@@ -169,7 +174,7 @@ class Scenario:
             clock=lambda: self.now,
             on_step=self.records.append,
         )
-        if self.config.scheduler.mode == "time" and self.timed.random() < 0.9:
+        if costs:
             self.engine.set_costs(random_costs(self.config, self.timed))
         self.scheduler = self.engine.scheduler
         self.schedule = self.scheduler.schedule
@@ -235,6 +240,8 @@ class Scenario:
         assert plan.num_tokens <= plan.bucket or not rows
         assert len(scheduler.running) <= rules.max_seqs
         assert (plan.unused is None) == (plan.num_tokens == rules.token_budget), plan.unused
+        if plan.unused == "time_budget" and not timed:
+            assert rules.stall_limit and plan.decode_tokens and plan.chunks
         still = [r for r in partial if r.status is Status.RUNNING]
         if still and not timed:
             assert plan.chunks, "prefills stall"

@@ -264,7 +264,7 @@ def burst(mode: str, tmp_path, *, ttft_ms: float = 2000.0) -> tuple[list[float],
     config = EngineConfig(
         model=ModelConfig(max_len=4096),
         cache=CacheConfig(block_size=16, num_blocks=2000, prefix_caching=False),
-        scheduler=SchedulerConfig(mode=mode, token_budget=512, max_seqs=16),
+        scheduler=SchedulerConfig(mode=mode, token_budget=512, max_seqs=16, stall_limit=0),
         buckets=BucketConfig(tokens=sizes),
         slo=SloConfig(ttft_ms=ttft_ms, tpot_ms=30.0),
     )
