@@ -6,6 +6,7 @@ all.
 """
 
 import contextlib
+import fnmatch
 import os
 import re
 import shutil
@@ -69,6 +70,7 @@ MODEL_FILES = (  # beside the weights; nothing else of a model folder is ever fe
     "chat_template.jinja",
     "chat_template.json",
 )
+_WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
@@ -116,6 +118,42 @@ def local(name: str, *, cache_dir: Path | None = None) -> Path | None:
         with contextlib.suppress(Exception):  # the hub client raises many kinds
             return _snapshot(name, cache, local_files_only=True)
     return None
+
+
+def files_of(model: Path) -> list[Path]:
+    """What the model at a path is loaded from, sorted: not what else lies in its folder.  Raises
+    ValueError for a damaged manifest."""
+    if not model.is_dir():
+        return [model]
+    counts = _rule(model)
+    files = (file for file in model.rglob("*") if counts(file.relative_to(model)))
+    return sorted(file for file in files if file.is_file())
+
+
+def is_file_of(model: Path, file: Path) -> bool:
+    """Whether `file`, there or not, is one that the model is loaded from.  Raises ValueError for a
+    damaged manifest."""
+    if not model.is_dir():
+        return file.exists() and file.samefile(model)
+    file, folder = file.parent.resolve() / file.name, model.resolve()
+    return file.is_relative_to(folder) and _rule(model)(file.relative_to(folder))
+
+
+def _rule(model: Path) -> Callable[[Path], bool]:
+    """Tells by its path inside the folder what is a file of the model."""
+    from model_zoo.weights.manifest import MANIFEST, has_manifest, read_manifest
+
+    weights = read_manifest(model).weights if has_manifest(model) else None
+
+    def counts(inside: Path) -> bool:
+        if len(inside.parts) > 1:
+            return inside.parts[0] == weights
+        name = inside.name
+        if weights is not None and name == MANIFEST:
+            return True
+        return name in MODEL_FILES or any(fnmatch.fnmatch(name, each) for each in _WEIGHTS)
+
+    return counts
 
 
 def pull(
@@ -209,7 +247,7 @@ def _snapshot(name: str, cache: Path, **options: Any) -> Path:
 
     huggingface_hub.utils.logging.set_verbosity_error()  # it warns at every attempt
 
-    patterns = [*MODEL_FILES, "*.safetensors", "*.safetensors.index.json"]
+    patterns = [*MODEL_FILES, *_WEIGHTS]
     return Path(
         huggingface_hub.snapshot_download(
             name, allow_patterns=patterns, cache_dir=cache / "hub", etag_timeout=10, **options

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from jaxserve.config import EngineConfig
     from jaxserve.offline.files import JobFiles
+    from jaxserve.offline.output import Layout
     from jaxserve.offline.stop import StopSignals
     from jaxserve.request import SamplingParams
 
@@ -155,7 +156,7 @@ def _run(
     from_stdin = args.inputs == [places.STANDARD_INPUT]
     given = [] if from_stdin else places.find_inputs(args.inputs, args.output)
     storage, layout = places.find_output(args.output, given, rolled=args.roll_size is not None)
-    settings = _settings(args, config, defaults)
+    settings = _settings(args, config, defaults, layout)
 
     try:
         files = JobFiles(storage, layout, lock.take, common.note)
@@ -280,13 +281,20 @@ def _size(text: str) -> int:
 
 
 def _settings(
-    args: argparse.Namespace, config: "EngineConfig", defaults: "SamplingParams"
+    args: argparse.Namespace,
+    config: "EngineConfig",
+    defaults: "SamplingParams",
+    layout: "Layout",
 ) -> dict[str, Any]:
-    """What the results depend on; an unreadable model is refused here."""
+    """What the results depend on; refused here are an unreadable model and an output that is a
+    file of the model."""
+    from jaxserve.offline import places
     from jaxserve.offline.fingerprint import settings_of
 
     try:
-        settings = settings_of(config, defaults, _model_path(config), common.version())
+        model = _model_path(config)
+        places.check_apart(layout, model)
+        settings = settings_of(config, defaults, model, common.version())
     except (ValueError, OSError) as error:
         raise common.UsageError(common.one_line(error)) from error
     return {

@@ -7,26 +7,23 @@ import os
 from pathlib import Path
 from typing import Any
 
+from jaxserve import sources
 from jaxserve.config import EngineConfig
 from jaxserve.request import SamplingParams
 
 SAMPLED_ABOVE = 64 << 20  # bytes; of larger files only parts are hashed
 _PIECES, _PIECE = 256, 64 << 10
 _BITS, _BIT_SECTIONS = "runner.deterministic", ("scheduler.", "buckets.")
-_TOKENIZER = ("tokenizer", "special_tokens", "added_tokens", "chat_template", "vocab", "merges")
+_TOKENIZER = ("tokenizer", "special_tokens", "added_tokens", "chat_template")
 
 
 def settings_of(
-    config: EngineConfig,
-    defaults: SamplingParams,
-    model: Path,
-    version: str,
-    apart_from: Path | None = None,
+    config: EngineConfig, defaults: SamplingParams, model: Path, version: str
 ) -> dict[str, Any]:
     """Every value is plain JSON.  `config` as the user gave it: what is derived from the machine
-    does not change results, except where bits are promised.  `apart_from`: a folder that is no
-    part of the model, though it may lie in its folder.  Raises OSError."""
-    settings: dict[str, Any] = {"version": version, **_model_files(model, apart_from)}
+    does not change results, except where bits are promised.  Raises ValueError for a model whose
+    manifest is damaged, OSError."""
+    settings: dict[str, Any] = {"version": version, **_model_files(model)}
     sections = ["model", "sampling"]
     if config.runner.deterministic:
         sections += ["scheduler", "buckets"]
@@ -53,27 +50,16 @@ def changes(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     ]
 
 
-def _model_files(path: Path, apart_from: Path | None) -> dict[str, str]:
-    """One digest each for the weights, the tokenizer and the rest of the model's files."""
-    files = [path]
-    if path.is_dir():
-        files = sorted(file for file in path.rglob("*") if file.is_file() and _counts(file, path))
-    if apart_from is not None:
-        apart = apart_from.resolve()
-        files = [file for file in files if apart not in file.resolve().parents]
+def _model_files(path: Path) -> dict[str, str]:
+    """One digest each for the tokenizer and for the rest that the model is loaded from: a job may
+    write into a model's folder, and a downloader keeps notes there."""
     hashes = {"weights": hashlib.sha256(), "tokenizer": hashlib.sha256()}
-    for file in files:
+    for file in sources.files_of(path):
         name = file.relative_to(path).as_posix() if path.is_dir() else file.suffix
         kind = "tokenizer" if file.name.startswith(_TOKENIZER) else "weights"
         hashes[kind].update(f"{name}\0".encode())
         hashes[kind].update(file_digest(file))
     return {kind: value.hexdigest()[:32] for kind, value in hashes.items()}
-
-
-def _counts(file: Path, folder: Path) -> bool:
-    """Notes of a downloader and texts for people are no part of a model."""
-    hidden = any(part.startswith(".") for part in file.relative_to(folder).parts)
-    return not hidden and file.suffix != ".md"
 
 
 def file_digest(path: Path) -> bytes:

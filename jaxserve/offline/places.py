@@ -3,8 +3,10 @@
 import os
 import re
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import BinaryIO
 
+from jaxserve import sources
 from jaxserve.offline.codecs import MissingPackage, codec_of
 from jaxserve.offline.errors import InputError
 from jaxserve.offline.files import JobFiles
@@ -68,6 +70,17 @@ def find_output(path: str, inputs: Sequence[InputFile], *, rolled: bool) -> tupl
         if same:
             raise InputError(f"--output {path} is the input file; name another file")
     return storage, layout
+
+
+def check_apart(layout: Layout, model: Path) -> None:
+    """Raises InputError when results would be taken for a part of the model, or replace one;
+    ValueError for a damaged manifest."""
+    where = layout.part(1)
+    if not is_remote(where) and sources.is_file_of(model, Path(where)):
+        raise InputError(
+            f"--output {layout.output} lies among the files that the model {model} is loaded from; "
+            f"name another file or folder"
+        )
 
 
 def spool(files: JobFiles, stream: BinaryIO, *, anew: bool) -> Input:

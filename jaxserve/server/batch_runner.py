@@ -77,12 +77,9 @@ class _Progress:
 class BatchRunner:
     """Takes the oldest batch that has not ended, until closed."""
 
-    def __init__(
-        self, service: Service, files: FileStore, batches: BatchStore, folder: Path
-    ) -> None:
-        """`folder` holds both stores."""
+    def __init__(self, service: Service, files: FileStore, batches: BatchStore) -> None:
         self._service = service
-        self._settings = BatchSettings(service, folder)
+        self._settings = BatchSettings(service)
         self._files = files
         self._batches = batches
         self._ends = threading.Event()

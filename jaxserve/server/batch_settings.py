@@ -14,10 +14,9 @@ class BatchSettings:
     """Those of `jaxserve batch`, but the model is known by its files and by the name that results
     give it."""
 
-    def __init__(self, service: Service, folder: Path) -> None:
-        """Before the engine is ready.  `folder`: where files and batches are kept."""
+    def __init__(self, service: Service) -> None:
+        """Before the engine is ready."""
         self._service = service
-        self._folder = folder
         self._given = service.engine.config
 
     def of(self, endpoint: str, defaults: SamplingParams) -> dict[str, Any]:
@@ -32,5 +31,5 @@ class BatchSettings:
     @functools.cached_property
     def _fixed(self) -> dict[str, Any]:
         model, version = Path(self._service.text.load.path), jaxserve.__version__
-        found = settings_of(self._given, SamplingParams(), model, version, self._folder)
+        found = settings_of(self._given, SamplingParams(), model, version)
         return {**found, "model.name": self._service.names[0]}

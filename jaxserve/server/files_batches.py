@@ -51,7 +51,7 @@ class FilesAndBatches:
         self._service = service
         self._files = FileStore(folder / "files")
         self._batches = BatchStore(folder / "batches")
-        self._runner = BatchRunner(service, self._files, self._batches, folder)
+        self._runner = BatchRunner(service, self._files, self._batches)
 
     def start(self) -> None:
         """In the event loop of the server: batches that have not ended go on."""

@@ -17,6 +17,7 @@ from jaxserve.offline.codecs import codec_of
 from jaxserve.offline.lock import LocalLock
 from jaxserve.offline.output import Output
 from jaxserve.offline.storage import Os
+from model_zoo.weights.manifest import Manifest, write_manifest
 from tests.cli import fakes
 from tests.cli.files import GOOD, Files, strict
 
@@ -188,6 +189,67 @@ def test_another_model_is_refused(run, files: Files, monkeypatch, tmp_path):
     monkeypatch.setattr("jaxserve.sources.resolve", lambda name, **_: other)
     ran = run()
     assert ran.code == 2 and "weights was" in ran.err
+
+
+@pytest.fixture(params=["safetensors", "orbax"])
+def model(request, monkeypatch, tmp_path: Path) -> Path:
+    """A folder that looks like a model; nothing reads what is in it."""
+    folder = tmp_path / "a model"
+    weights = {"safetensors": "model.safetensors", "orbax": "weights/d/0"}[request.param]
+    for name in ("config.json", "tokenizer.json", weights):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(b"{}")
+    if request.param == "orbax":
+        write_manifest(folder, Manifest())
+    monkeypatch.setattr("jaxserve.sources.resolve", lambda name, **_: folder)
+    return folder
+
+
+def test_what_a_job_writes_into_the_folder_of_its_model_is_no_part_of_it(
+    jaxserve, model: Path, monkeypatch
+):
+    files = Files(model)
+    files.write(*SEEDED[:9])
+    command = ("batch", files.input, "--output", files.output)
+    interrupt_after(monkeypatch, 4)
+    assert jaxserve(*command).code == 75
+    ran = jaxserve(*command)
+    assert ran.code == 0, ran.err
+    assert len(texts(files.read())) == 9
+    (model / "README.txt").write_text("a note")
+    assert jaxserve(*command).code == 0
+    for path in sorted(set(model.rglob("*")) - set(model.glob("*.jsonl*"))):
+        if path.is_file() and ".journal" not in str(path) and path.suffix != ".txt":
+            before = path.read_bytes()
+            path.write_bytes(before + b" ")
+            ran = jaxserve(*command)
+            assert ran.code == 2 and " was " in ran.err, path
+            path.write_bytes(before)
+
+
+@pytest.mark.parametrize("more", [(), ("--restart",)])
+def test_an_output_among_the_files_of_the_model_is_refused(
+    jaxserve, files: Files, model: Path, monkeypatch, more
+):
+    files.write(*SEEDED[:3])
+    link = model.with_name("link")
+    link.symlink_to(model)
+    alone = model.with_name("alone.gguf")
+    alone.write_bytes(b"weights")
+    before = snapshot(model.parent)
+
+    def refused(output: Path) -> None:
+        ran = jaxserve("batch", files.input, "--output", output, *more)
+        assert ran.code == 2 and "that the model" in ran.err and ran.err.count("\n") == 1
+        assert snapshot(model.parent) == before
+
+    for name in ("tokenizer.json", "chat_template.json", "more.safetensors"):
+        refused(model / name)
+        refused(link / name)
+    if (model / "weights").exists():
+        refused(model / "weights" / "out.jsonl")
+    monkeypatch.setattr("jaxserve.sources.resolve", lambda name, **_: alone)
+    refused(alone)
 
 
 def test_a_changed_input_is_refused_and_can_be_accepted(run, files: Files):

@@ -13,13 +13,11 @@ from jaxserve.build import Assembly
 from tests.equivalence.rig import Rig
 from tests.reference import tiny
 from tools import check_quality
-from tools.check_quality import Comparison, Figures, Subject, failures, measure
+from tools.check_quality import Figures, Subject, compare, failures, measure, summary
 
 
 def compared(reference: np.ndarray, other: np.ndarray, tokens: list[int]) -> Figures:
-    comparison = Comparison()
-    comparison.add(reference.astype(np.float32), other.astype(np.float32), tokens)
-    return comparison.figures()
+    return summary(compare(reference.astype(np.float32), other.astype(np.float32), tokens))
 
 
 def test_figures_of_two_tokens_by_hand() -> None:
@@ -113,9 +111,21 @@ def test_a_damaged_model_is_not(whole: Assembly, damage: Callable[[dict], dict])
 def test_logits_are_read_where_layers_are_calls(make_rig: Callable[..., Rig]) -> None:
     """And are checked against what was served, by `logits` itself."""
     made = make_rig("gqa_9_3", budgets=(16,), layers="calls").assembly
-    logits = Subject(made).logits(tiny.make_prompt(20, 1))
+    logits = np.concatenate(list(Subject(made).logits(tiny.make_prompt(20, 1))))
     assert logits.shape == (19, made.runner.step.vocab_size)
     assert np.isfinite(logits).all() and len(np.unique(logits[:, 0])) == 19
+
+
+def test_no_more_logits_are_made_at_a_time_than_a_step_makes(whole: Assembly) -> None:
+    """All of a document, with the vocabulary of Gemma, are more than the memory."""
+    head, length = whole.runner.manifest.get("head", max(whole.config.buckets.rows)), 60
+    pieces = Subject(whole).logits(tiny.make_prompt(length, 1))
+    sizes = [len(next(pieces))]
+    before = head.uses
+    for piece in pieces:
+        assert head.uses == (before := before + 1)
+        sizes.append(len(piece))
+    assert max(sizes) <= max(whole.config.buckets.rows) < sum(sizes) == length - 1
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """A round trip through any formats changes no bit; a destination is whole or not there."""
 
 import json
+import shutil
 import types
 
 import etils
@@ -11,7 +12,7 @@ from etils import epath
 from safetensors.numpy import load_file
 
 from jaxserve.convert import FORMATS, convert
-from jaxserve.sources import resolve
+from jaxserve.sources import files_of, resolve
 from jaxserve.text.tokenizer import load_tokenizer
 from model_zoo.checkpoint import TensorInfo
 from model_zoo.weights import load_module, open_checkpoint, orbax, save
@@ -72,6 +73,27 @@ def test_the_model_is_what_it_was_made_of(sources):
     expected = {name: (array.dtype, array.tobytes()) for name, array in MODEL.items()}
     for source in ("gguf", *FORMATS):
         assert contents(sources[source]) == expected
+
+
+@pytest.mark.parametrize("source", ["gguf", *FORMATS])
+def test_the_files_of_a_model_are_all_that_it_is_loaded_from(tmp_path, sources, source):
+    """Whatever else lies in its folder."""
+    if sources[source].is_file():
+        assert files_of(sources[source]) == [sources[source]]
+        return
+    whole = shutil.copytree(sources[source], tmp_path / "whole")
+    for name in ("out.jsonl", "out.jsonl.journal/records-00001", "other/model.safetensors"):
+        (whole / name).parent.mkdir(exist_ok=True)
+        (whole / name).write_bytes(b"x")
+    for file in files_of(whole):
+        copy = tmp_path / "copy" / file.relative_to(whole)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(file, copy)
+    names = {file.name for file in (tmp_path / "copy").iterdir()}
+    assert names == {file.name for file in sources[source].iterdir()}
+    assert contents(tmp_path / "copy") == contents(sources[source])
+    tokenizers = [load_tokenizer(path) for path in (tmp_path / "copy", sources[source])]
+    assert len({(tuple(t.encode("A text.")), t.eos_ids, t.chat_template) for t in tokenizers}) == 1
 
 
 def test_other_libraries_read_the_safetensors(sources):
