@@ -108,7 +108,7 @@ def _tune(
         from jaxserve.lab import subject
 
         facts = subject.facts_of_model(config, args.config)
-    load = tune.Load(offered, costs.model, facts)
+    load = tune.Load(offered, costs.model, dataclasses.replace(facts, single=costs.single))
     config = dataclasses.replace(
         config, cache=dataclasses.replace(config.cache, prefix_caching=False)
     )

@@ -29,6 +29,7 @@ class Facts:
     max_len: int  # tokens the model was trained for
     token_bytes: float  # of KV, on one device
     pool_gib: float = 0.0  # where the config names neither blocks nor memory; 0: the default
+    single: bool = False  # the device has programs of one token and row
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +47,8 @@ def resolved(config: EngineConfig, facts: Facts) -> EngineConfig:
             config, cache=dataclasses.replace(cache, memory_gib=facts.pool_gib)
         )
     block_bytes = max(1, round(facts.token_bytes * cache.block_size))
-    return resolve(config, facts.max_len, block_bytes, single=config.buckets.tokens[:1] == (1,))
+    single = facts.single or config.buckets.tokens[:1] == (1,)
+    return resolve(config, facts.max_len, block_bytes, single=single)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +60,12 @@ class Costs:
     facts: Facts | None  # None: it does not say
     config: EngineConfig | None  # of the recorded run
     buckets: BucketConfig = BucketConfig()  # of the start that a table was measured with
+
+    @property
+    def single(self) -> bool:
+        """As in `Facts`, for configs with other buckets than those that were measured."""
+        known = self.buckets if self.config is None else self.config.buckets
+        return known.tokens[:1] == (1,)
 
 
 def shipped_names() -> list[str]:

@@ -283,6 +283,7 @@ def test_the_buckets_are_those_of_the_start_that_a_table_was_measured_with(
         source="made up", device="an abacus", model="none", costs=MODEL, facts=facts
     )
     cost_table.save(path := tmp_path / "costs.json", table)
+    assert subject.read_costs(path).single
     words = ["--rate", 40, "--requests", 9, "--prompt-tokens", 100, "--json", "--costs", path]
     ran = jaxserve("lab", "simulate", *words, "--set", "scheduler.token_budget=64")
     assert set(json.loads(ran.out)["bucket_steps"]) <= {"1", "20", "64"}, ran.err

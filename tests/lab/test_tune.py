@@ -58,6 +58,22 @@ def test_a_limit_on_tokens_asks_for_a_small_budget_and_none_for_a_large_one(tpot
     } - {512}
 
 
+@pytest.mark.parametrize("single", [False, True])
+def test_budgets_are_simulated_with_the_buckets_that_this_device_has(single: bool, monkeypatch):
+    seen = []
+
+    def play(config: EngineConfig, *args, **options):
+        seen.append(config.buckets)
+        return original(config, *args, **options)
+
+    original = tune.simulate.play
+    monkeypatch.setattr(tune.simulate, "play", play)
+    of = dataclasses.replace(load(4), facts=dataclasses.replace(FACTS, single=single))
+    tune.plan(CONFIG, of, Limits(1000, 7.5))
+    assert len({buckets.tokens[-1] for buckets in seen}) > 2
+    assert {1 in buckets.tokens and 1 in buckets.rows for buckets in seen} == {single}
+
+
 def test_few_are_measured_what_runs_now_first():
     reports = {"goodput": {"requests_per_s": 1.0}, "output_tokens_per_s": 1, "ttft_s": {"p99": 1}}
     tried = [Candidate(64, 8, p) for p in (1, 2, 8)] + [Candidate(512, 64, 8), Candidate(128, 8, 1)]
