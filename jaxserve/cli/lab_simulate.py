@@ -99,7 +99,12 @@ def run(args: argparse.Namespace) -> int:
         sampler = "greedy" if recorded is None else simulate.sampler_of(recorded)
         make_engine = baselines.ENGINES[args.scheduler]
         played = simulate.play(
-            subject.config, subject.model, offered, sampler=sampler, make_engine=make_engine
+            subject.config,
+            subject.model,
+            offered,
+            sampler=sampler,
+            windows=subject.windows,
+            make_engine=make_engine,
         )
     except ValueError as error:
         raise common.UsageError(common.one_line(error)) from error
@@ -161,7 +166,7 @@ def read_subject(args: argparse.Namespace, recorded: "Trace | None") -> "Subject
     if host_s is not None:
         model = dataclasses.replace(model, host=host_s, host_row=0.0)
     source = f"{path.name}, {costs.source}"
-    return subject.Subject(subject.resolved(config, facts), model, source)
+    return subject.Subject(subject.resolved(config, facts), model, source, facts.windows)
 
 
 def read_load(args: argparse.Namespace, recorded: "Trace | None", max_len: int) -> "list[Arrival]":

@@ -224,7 +224,11 @@ def header_of(
         device=device,
         costs=engine.cost_model,
         programs=programs,
-        facts={"kv_blocks": engine.kv.num_blocks, **facts},
+        facts={
+            "kv_blocks": engine.kv.num_blocks,
+            "windows": list(engine.limits.windows),
+            **facts,
+        },
     )
 
 

@@ -15,6 +15,7 @@ from typing import Any
 from jaxserve.config import EngineConfig
 from jaxserve.costs import CostModel
 from jaxserve.engine import Engine, ModelLimits, QueueFull
+from jaxserve.kv.groups import FULL, Windows
 from jaxserve.lab import arrivals as loads
 from jaxserve.lab.arrivals import Arrival
 from jaxserve.lab.probes import SAMPLING
@@ -47,10 +48,11 @@ def play(
     offered: Sequence[Arrival],
     *,
     sampler: str = "greedy",
+    windows: Windows = FULL,
     make_engine: MakeEngine = Engine,
 ) -> Played:
     """Runs the load to its end.  `config` is resolved; `offered` in the order of arrival; `sampler`
-    is a name of SAMPLING.
+    is a name of SAMPLING; `windows` are those of the groups of layers.
 
     Raises ValueError for a request that can never run under the config.
     """
@@ -59,7 +61,7 @@ def play(
     engine = make_engine(
         config,
         VirtualRunner(clock, model),
-        ModelLimits(VOCAB, frozenset()),
+        ModelLimits(VOCAB, frozenset(), windows),
         clock=clock,
         on_step=steps.append,
         make_builder=ShapeBuilder,

@@ -10,6 +10,7 @@ from jaxserve import settings
 from jaxserve.batch.buckets import resolve
 from jaxserve.config import BucketConfig, EngineConfig
 from jaxserve.costs import CostModel
+from jaxserve.kv.groups import FULL, Windows
 from jaxserve.lab import chip, cost_table, fit, trace
 from jaxserve.lab import shapes as shapes_of
 from jaxserve.lab.trace import Step, Trace
@@ -30,6 +31,7 @@ class Facts:
     token_bytes: float  # of KV, on one device
     pool_gib: float = 0.0  # where the config names neither blocks nor memory; 0: the default
     single: bool = False  # the device has programs of one token and row
+    windows: Windows = FULL  # of its groups of layers, see `kv.groups`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +39,7 @@ class Subject:
     config: EngineConfig  # resolved
     model: CostModel
     source: str  # of the costs, for people
+    windows: Windows  # as in `Facts`
 
 
 def resolved(config: EngineConfig, facts: Facts) -> EngineConfig:
@@ -46,9 +49,10 @@ def resolved(config: EngineConfig, facts: Facts) -> EngineConfig:
         config = dataclasses.replace(
             config, cache=dataclasses.replace(cache, memory_gib=facts.pool_gib)
         )
-    block_bytes = max(1, round(facts.token_bytes * cache.block_size))
+    groups = len(facts.windows)
+    block_bytes = max(1, round(facts.token_bytes * cache.block_size / groups))  # of one
     single = facts.single or config.buckets.tokens[:1] == (1,)
-    return resolve(config, facts.max_len, block_bytes, single=single)
+    return resolve(config, facts.max_len, block_bytes, single=single, windows=facts.windows)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,8 +122,9 @@ def of_trace(loaded: Trace) -> Costs:
     if not model.host and loaded.steps:
         model = fitted(loaded.steps, config, model)
     tokens = config.cache.num_blocks * config.cache.block_size
-    size = header.facts.get("kv_bytes", 0) / tokens
-    facts = Facts(config.model.max_len, size, tokens * size / GIB)
+    windows = tuple(header.facts.get("windows", FULL))
+    pool = header.facts.get("kv_bytes", 0)
+    facts = Facts(config.model.max_len, pool / tokens * len(windows), pool / GIB, windows=windows)
     return Costs(model, header.device, facts, config)
 
 
@@ -174,14 +179,15 @@ def on_chip(
             config, model=dataclasses.replace(config.model, dtype="bfloat16")
         )
     plan = model_plan(config, config_file)
-    made = resolved(config, _facts(plan, chip.pool_gib(plan, wanted)))
+    facts = _facts(plan, chip.pool_gib(plan, wanted))
+    made = resolved(config, facts)
     model = chip.cost_model(
         plan | {"token_buckets": list(made.buckets.tokens)},
         wanted.figures,
         efficiency=efficiency,
         host_s=host_s,
     )
-    return Subject(made, model, f"data sheet of {wanted} at {efficiency:.0%}")
+    return Subject(made, model, f"data sheet of {wanted} at {efficiency:.0%}", facts.windows)
 
 
 def model_plan(config: EngineConfig, config_file: Path | None) -> dict[str, Any]:
@@ -199,5 +205,6 @@ def facts_of_model(config: EngineConfig, config_file: Path | None) -> Facts:
 
 
 def _facts(plan: dict[str, Any], pool_gib: float) -> Facts:
-    token_bytes = plan["block_bytes"] * len(plan["windows"]) / plan["block_size"]  # of all groups
-    return Facts(plan["max_len"], token_bytes, pool_gib)
+    windows = tuple(plan["windows"])
+    token_bytes = plan["block_bytes"] * len(windows) / plan["block_size"]  # of all groups
+    return Facts(plan["max_len"], token_bytes, pool_gib, windows=windows)

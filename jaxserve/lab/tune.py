@@ -195,7 +195,13 @@ def _run(
     if max_waiting is not None:
         options.append(f"scheduler.max_waiting={max_waiting}")
     made = resolved(settings.assign(config, options), load.facts)
-    played = simulate.play(made, load.model, offered or load.offered, sampler=load.sampler)
+    played = simulate.play(
+        made,
+        load.model,
+        offered or load.offered,
+        sampler=load.sampler,
+        windows=load.facts.windows,
+    )
     report = simulate.report(played, limits.ttft_ms, limits.tpot_ms)
     return Simulated(candidate, report, max(step.rows for step in played.steps))
 

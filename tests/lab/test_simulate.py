@@ -329,4 +329,23 @@ def test_bad_usage_is_one_line(words, jaxserve, recorded: Path):
 
 def test_a_token_has_kv_in_every_group_of_layers() -> None:
     plan = {"max_len": 100, "block_bytes": 640, "block_size": 32, "windows": [None, 16, 16]}
-    assert subject._facts(plan, 0.0).token_bytes == 60
+    facts = subject._facts(plan, 0.0)
+    assert facts.token_bytes == 60 and facts.windows == (None, 16, 16)
+
+
+def test_groups_with_a_window_let_go_what_no_token_sees(tmp_path: Path) -> None:
+    """A request of 400 tokens in three groups, in blocks of 8; two of them see 16 tokens."""
+    windows = (None, 16, 16)
+    load = [Arrival(0.0, 100, 300)]
+    kept = [
+        max(step.kv_used for step in simulate.play(config(), MODEL, load, windows=w).steps)
+        for w in ((None,) * 3, windows)
+    ]
+    assert kept[0] == 3 * 50 and 50 < kept[1] < 50 + 2 * 32
+    rig = Rig(tmp_path / "t", config(), costs=MODEL, windows=windows)
+    rig.add(prompt(30), 5)
+    rig.run()
+    assert (known := subject.of_trace(rig.trace()).facts) is not None and known.windows == windows
+    small = EngineConfig(cache=CacheConfig(block_size=8, memory_gib=1e-4))
+    made = subject.resolved(small, subject.Facts(1000, 300.0, windows=windows))
+    assert made.cache.num_blocks == int(1e-4 * 2**30) // (300 * 8 // 3)
