@@ -2,6 +2,9 @@
 
 python -m tools.http_load URL --streams 256 --seconds 60   each stream asks again and again
 python -m tools.http_load URL --workload W.jsonl           all lines at once, as `jaxserve bench`
+python -m tools.http_load URL --workload W.jsonl --rate 2  Poisson arrivals, two requests a second
+
+With a workload the server may be any that answers token ids (`return_token_ids`), vLLM's too.
 
 Prints one JSON object: requests, tokens, tokens per second, time to first token and between events
 (percentiles), and what was wrong.  A stream always asks the same with the same seed: what it gets
@@ -143,7 +146,7 @@ class Stream:
                     return
                 for choice in event["choices"]:
                     (figures.gaps if ids else figures.ttft).append(now - (last if ids else begun))
-                    ids += choice["token_ids"]
+                    ids += choice.get("token_ids") or ()
                     text += choice["text"]
                     last = now
                 if leave_after is not None and len(ids) >= leave_after:
@@ -183,8 +186,8 @@ async def load(url: str, streams: int, seconds: float, max_tokens: int, leaving:
     return figures
 
 
-async def replay(url: str, workload: Path) -> Figures:
-    """All lines at once."""
+async def replay(url: str, workload: Path, rate: float) -> Figures:
+    """All lines at once, or as a Poisson process of `rate` requests a second, always the same."""
     figures = Figures()
     items = read_workload(workload)
     clients = [
@@ -195,8 +198,17 @@ async def replay(url: str, workload: Path) -> Figures:
         )
         for item in items
     ]
+    draw, sent, arrivals = random.Random(1), 0.0, list[float]()
+    for _ in clients:
+        arrivals.append(sent)
+        sent += draw.expovariate(rate) if rate else 0.0
+
+    async def after(seconds: float, client: Stream) -> None:
+        await asyncio.sleep(seconds)
+        await client.ask()
+
     begun = time.perf_counter()
-    await asyncio.gather(*(client.ask() for client in clients))
+    await asyncio.gather(*map(after, arrivals, clients))
     figures.seconds = time.perf_counter() - begun
     await asyncio.gather(*(client.close() for client in clients))
     return figures
@@ -217,11 +229,12 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--max-tokens", type=int, default=100)
     parser.add_argument("--leaving", type=float, default=0.05)
     parser.add_argument("--workload", type=Path)
+    parser.add_argument("--rate", type=float, default=0.0, help="requests a second; 0: all at once")
     args = parser.parse_args(arguments)
     if args.workload is None:
         work = load(args.url, args.streams, args.seconds, args.max_tokens, args.leaving)
     else:
-        work = replay(args.url, args.workload)
+        work = replay(args.url, args.workload, args.rate)
     figures = asyncio.run(work)
     sys.stdout.write(msgspec.json.encode(figures.report()).decode() + "\n")
     return 1 if figures.wrong else 0
