@@ -5,7 +5,8 @@ Token j of an output is due at arrival + TTFT + j * TPOT: an envelope, as FairBa
 up.  Three paces are tried in turn, each against what the prompts need:
 
 1. `steady`: every decode runs, and no gap between two tokens grows beyond TPOT;
-2. `lead`: every decode runs, and the step takes until the first deadline;
+2. `lead`: every decode runs, and steps are as long as the prompts need, at most until the first
+   deadline;
 3. `earliest`: tokens go by deadline, and decodes that are due later wait.
 
 The first under which all prompts are in time is taken, else the last.  The third is the earliest
@@ -15,7 +16,7 @@ and so much a token, it misses no deadline that any order of the known work coul
 
 import bisect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -24,6 +25,7 @@ from numpy.typing import NDArray
 from jaxserve.costs import NO_STEP, StepShape
 
 MANY = 1 << 30
+PIECES = 4  # in which prompts are looked at that seem too much at once
 APART = 0.98  # two steps in place of one must cost less than this share of it
 Floats = NDArray[np.float64]
 
@@ -137,11 +139,12 @@ def decide(begin: float, decoders: Decoders, prompts: Sequence[Prompt], price: P
     first = min([due.min(initial=math.inf), *(prompt.due for prompt in prompts)])
     if not prompts and not split:
         return Pace(first)
-    for end in () if split else (min(first, gap_due.min(initial=math.inf)), first):
-        if _in_time(begin, end, load, prompts, price):
-            if _apart(begin, end, load, prompts[0], price):
-                return Pace(end - alone, tuple(range(len(decoders.due))))
-            return Pace(end)
+    steady = min(first, gap_due.min(initial=math.inf))
+    end = None if split else _pace_in_time(begin, steady, first, load, prompts, price)
+    if end is not None:
+        if _apart(begin, end, load, prompts[0], price):
+            return Pace(end - alone, tuple(range(len(decoders.due))))
+        return Pace(end)
     return Pace(first, _waiting(begin, first, decoders._replace(due=due), prompts, price))
 
 
@@ -199,6 +202,31 @@ def _apart(begin: float, end: float, load: StepShape, prompt: Prompt, price: Pri
     return both < APART * mixed and begin + both <= end
 
 
+def _pace_in_time(  # noqa: PLR0913  ends of steps, and what is to run in them
+    begin: float,
+    steady: float,
+    first: float,
+    load: StepShape,
+    prompts: Sequence[Prompt],
+    price: Price,
+) -> float | None:
+    """The end of the shortest step, of `steady` length, twice that and so on until `first`, in
+    whose pace all prompts are in time; None: there is none."""
+
+    def in_time(end: float) -> bool:
+        return _in_time(begin, end, load, prompts, price)
+
+    if in_time(steady):
+        return steady
+    if steady == first or not in_time(first):
+        return None
+    ends = [begin + 2 * (steady - begin)]
+    while ends[-1] < first:
+        ends.append(begin + 2 * (ends[-1] - begin))
+    ends[-1] = first
+    return ends[bisect.bisect_left(ends, True, hi=len(ends) - 1, key=in_time)]
+
+
 def _in_time(
     begin: float, end: float, load: StepShape, prompts: Sequence[Prompt], price: Price
 ) -> bool:
@@ -206,18 +234,49 @@ def _in_time(
     it; True only where that is sure for the work that is known."""
     if all(prompt.due == math.inf for prompt in prompts):
         return True
-    # As if every chunk read the longest context.
-    far = max(prompt.start + prompt.pending for prompt in prompts)
-    whole = sum(prompt.pending for prompt in prompts)
-    tokens = price.most(load, load.singles, Prompt(end, far, whole + 1), end - begin)
-    if not tokens:
-        return False
-    step = price.seconds(load.with_chunk(far, tokens), load.singles + 1)
-    done, late = 0, False
-    for prompt in prompts:
-        done += prompt.pending
-        late |= begin + -(-done // tokens) * step > prompt.due
-    return not late
+    return any(_sure(begin, end, load, prompts, price, pieces) for pieces in (1, PIECES))
+
+
+def _sure(  # noqa: PLR0913  as above, and in how many pieces the work is looked at
+    begin: float,
+    end: float,
+    load: StepShape,
+    prompts: Sequence[Prompt],
+    price: Price,
+    pieces: int,
+) -> bool:
+    """As if every chunk of a piece read the longest context of the piece."""
+    now = begin
+    for far, parts in _cut(prompts, -(-sum(prompt.pending for prompt in prompts) // pieces)):
+        whole = sum(count for count, _ in parts)
+        tokens = price.most(load, load.singles, Prompt(end, far, whole + 1), end - begin)
+        if not tokens:
+            return False
+        step = price.seconds(load.with_chunk(far, tokens), load.singles + 1)
+        done = 0
+        for count, due in parts:
+            done += count
+            if now + -(-done // tokens) * step > due:
+                return False
+        now += -(-whole // tokens) * step
+    return True
+
+
+def _cut(prompts: Sequence[Prompt], size: int) -> Iterator[tuple[int, list[tuple[int, float]]]]:
+    """The work of `prompts` in pieces of `size` tokens: where the longest context of a piece ends,
+    and its parts, each of one prompt: how many tokens, and when they are due."""
+    far, parts, room = 0, list[tuple[int, float]](), size
+    for due, start, pending in prompts:
+        while pending:
+            count = min(pending, room)
+            start, pending, room = start + count, pending - count, room - count
+            far = max(far, start)
+            parts.append((count, math.inf if pending else due))
+            if not room:
+                yield far, parts
+                far, parts, room = 0, [], size
+    if parts:
+        yield far, parts
 
 
 def _waiting(

@@ -191,7 +191,29 @@ def test_steps_keep_the_pace_while_prompts_are_in_time() -> None:
 def test_a_prompt_that_would_be_late_uses_up_the_lead() -> None:
     rows = decoders(*[0.02] * 4, gap=0.005)
     pace = time_budget.decide(0.0, rows, [Prompt(0.05, 0, 200)], price())
-    assert pace == (0.02, ()), "all decodes run, in steps as long as the lead allows"
+    assert pace == (0.01, ()), "all decodes run, in steps as long as the prompt needs"
+    rows = decoders(*[0.009] * 4, gap=0.005)
+    pace = time_budget.decide(0.0, rows, [Prompt(0.05, 0, 200)], price())
+    assert pace == (0.009, ()), "and no longer than the lead allows"
+
+
+def test_a_long_prompt_is_hurried_only_where_it_is_late_otherwise() -> None:
+    """Its first chunks read less than its last ones.  With steps of 15 ms all of it takes
+    0.39 s; if every chunk read as much as the last one, 0.71."""
+
+    def reads(shape):
+        return 2e-3 + 1e-4 * shape.bucket + 4e-7 * shape.chunk_pairs
+
+    of, seconds, start = price(reads), 0.0, 0
+    load = NO_STEP.with_singles(np.full(4, 10, np.int32))
+    while start < 1000:
+        tokens = of.most(load, 4, Prompt(math.inf, start, 1000 - start), 15e-3)
+        seconds += of.seconds(load.with_chunk(start, tokens), 5)
+        start += tokens
+    rows = decoders(*[10.0] * 4, gap=15e-3)
+    for spare, end in ((1.4, 15e-3), (0.9, 0.9 * seconds)):
+        pace = time_budget.decide(0.0, rows, [Prompt(spare * seconds, 0, 1000)], of)
+        assert pace.end == pytest.approx(end), seconds
 
 
 def test_decodes_with_a_lead_wait_for_a_burst() -> None:
