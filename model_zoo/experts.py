@@ -9,7 +9,7 @@ from model_zoo.decoder_config import Moe
 from model_zoo.layers import Weights, matmul
 from model_zoo.partition import split
 
-_TILE = 32  # rows of one expert that share one matmul on a CPU
+_TILES = (4, 32)  # fewest and most rows of one expert that share one matmul on a CPU
 _BY_GROUP = jax.lax.RaggedDotDimensionNumbers(  # rows [m, in] by their group's [out, in]
     dot_dimension_numbers=(([1], [2]), ([], [])),
     lhs_ragged_dimensions=[0],
@@ -81,9 +81,10 @@ def by_tiles(
     x: jax.Array, weight: jax.Array, sizes: jax.Array, scale: jax.Array | None = None
 ) -> jax.Array:
     """`grouped_matmul` as a loop over tiles of rows of one group: groups without rows cost
-    nothing.  With scales a tile is few rows, and multiplied in integers (see `int8`).
+    nothing, and a tile is about what a group gets.  With scales a tile is few rows, and multiplied
+    in integers (see `int8`).
     """
-    size = min(len(x), _TILE)
+    size = min(len(x), _tile(len(x) // len(weight)))
     tiles = -(-sizes // size)
     ends, tile_ends = jnp.cumsum(sizes), jnp.cumsum(tiles)
     rows = jnp.pad(x, ((0, size), (0, 0)))
@@ -101,3 +102,9 @@ def by_tiles(
 
     out = jnp.zeros((len(x) + size, weight.shape[1]), jnp.float32)
     return jax.lax.fori_loop(0, tile_ends[-1], one_tile, out)[: len(x)]
+
+
+def _tile(rows_each: int) -> int:
+    """A power of two: few sizes to know the speed of."""
+    fewest, most = _TILES
+    return min(most, max(fewest, 1 << max(0, rows_each - 1).bit_length()))

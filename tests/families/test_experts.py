@@ -60,7 +60,8 @@ def test_neighbours_change_no_bit() -> None:
     np.testing.assert_array_equal(alone[0], whole[0])
 
 
-SIZES = [(3, 0, 40, 1, 0), (0, 0, 0, 0, 0), (0, 0, 0, 0, 70), (33,) * 5]  # rows of each expert
+# rows of each expert
+SIZES = [(3, 0, 40, 1, 0), (9, 0, 1, 0, 0), (0, 0, 0, 0, 0), (0, 0, 0, 0, 70), (33,) * 5]
 
 
 @pytest.mark.parametrize("sizes", SIZES)
