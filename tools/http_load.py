@@ -77,7 +77,10 @@ class Client:
         if self._writer is None:
             self._reader, self._writer = await asyncio.open_connection(*self._address, limit=_LIMIT)
         data = msgspec.json.encode(body)
-        head = f"POST {PATH} HTTP/1.1\r\nhost: load\r\ncontent-length: {len(data)}\r\n\r\n"
+        head = (
+            f"POST {PATH} HTTP/1.1\r\nhost: load\r\ncontent-type: application/json\r\n"
+            f"content-length: {len(data)}\r\n\r\n"
+        )
         self._writer.write(head.encode() + data)
         answer = (await self._reader.readuntil(b"\r\n\r\n")).decode().lower()
         if "content-length: " in answer:

@@ -97,7 +97,6 @@ class Draft:
     time: StepTime | None = None  # mode time, with costs: what still fits
     held: Bools | None = None  # bool[seats]: decodes that wait for prefills; None: nobody
     closed: Unused | None = None  # why nobody more is admitted
-    capped: bool = False  # `left` is less than the budget leaves, for the sake of the decodes
     indivisible: bool = False  # a whole chunk did not fit
     hit_tokens: int = 0
     resume_hit_tokens: int = 0

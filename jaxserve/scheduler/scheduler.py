@@ -14,17 +14,19 @@ from typing import Any, cast
 import numpy as np
 
 from jaxserve.config import EngineConfig
-from jaxserve.costs import OnlineCosts
+from jaxserve.costs import NO_STEP, OnlineCosts
 from jaxserve.kv.manager import KVManager
-from jaxserve.request import Output, Request, SeatProgress, Status
+from jaxserve.request import SAMPLERS, Output, Request, SeatProgress, Status
 from jaxserve.scheduler import policy, snap
 from jaxserve.scheduler.decoding import Decoding
 from jaxserve.scheduler.pacing import FRONT, Pacing
 from jaxserve.scheduler.plan import Bools, Chunk, Decodes, Draft, Ints, Plan, Unused
+from jaxserve.scheduler.time_budget import Price, StepTime
 from jaxserve.scheduler.waiting import WaitingQueue
 
 MAX_BACKOFF = 32  # steps without admission after a preemption, at most
 NOT_FINITE = "the model's logits were not finite"  # why a request failed alone
+FEW_PROMPTS = 4  # behind more the whole budget is used
 REFRESH_COSTS = 256  # steps between two looks at the corrected costs
 
 _log = logging.getLogger(__name__)
@@ -42,7 +44,7 @@ class Scheduler:
         self.kv = kv
         self.running: dict[Request, None] = {}
         self.costs = snap.padded_tokens(config.buckets.tokens)
-        self._sizes = config.buckets.tokens
+        self._sizes, self._row_sizes = config.buckets.tokens, config.buckets.rows
         self._online: OnlineCosts | None = None
         self._rules = rules
         self._deterministic = config.runner.deterministic
@@ -220,13 +222,14 @@ class Scheduler:
     def _keep_short(self, draft: Draft) -> None:
         """While prompts are few, their chunks do not hold up the decodes; behind a queue of many,
         the whole budget serves everybody best."""
-        decodes = len(draft.decodes.requests)
+        contexts = draft.decodes.starts + 1
         prompts = len(self._prefilling) + self.num_waiting
-        few = prompts <= self._rules.max_partial_prefills
-        if self._stall_limit and few and decodes and self.costs.measured:
-            room = snap.most_beside(decodes, self._stall_limit, self.costs) - decodes
-            draft.capped = room < draft.left
-            draft.left = min(room, draft.left)
+        few = 0 < prompts <= FEW_PROMPTS
+        if self._stall_limit and few and len(contexts) and self._online is not None:
+            price = Price(self._online.predict, self._sizes, self._row_sizes, SAMPLERS[0])
+            load = NO_STEP.with_singles(contexts)
+            alone = price.seconds(load, len(contexts))
+            draft.time = StepTime(price, load, self._stall_limit * alone)
 
     # -- prefills --------------------------------------------------------------------------------
 
@@ -335,12 +338,15 @@ class Scheduler:
         return size if self._deterministic else size or draft.left
 
     def _in_time(self, request: Request, start: int, size: int, draft: Draft) -> int:
-        """Mode time: what of `size` fits; whoever has aged gets something whatever the time."""
+        """What of `size` fits.  In mode time whoever has aged gets something whatever the time, in
+        mode dynamic the first prompt of every step does."""
         assert draft.time is not None
         fits = draft.time.most(start, request.num_tokens - start, size)
-        if not fits and self._step - request.last_step >= self._rules.aging_steps:
-            fits = draft.time.least(size)
-        if fits < size and draft.closed is None:
+        if not fits:
+            aged = self._step - request.last_step >= self._rules.aging_steps
+            if aged if self._pacing is not None else not draft.prefills:
+                fits = draft.time.least(size)
+        if fits < size:
             draft.closed = Unused.TIME_BUDGET
         return fits
 
@@ -472,8 +478,6 @@ class Scheduler:
             return Unused.KV
         if draft.indivisible:
             return Unused.INDIVISIBLE
-        if draft.capped and not draft.left:
-            return Unused.TIME_BUDGET
         if draft.closed is not None:
             return draft.closed
         planned = decodes + len(draft.prefills)

@@ -53,15 +53,6 @@ def measured(sizes: tuple[int, ...], seconds: dict[int, float]) -> CostTable:
     return CostTable(sizes, tuple(costs), measured=True)
 
 
-def most_beside(decodes: int, limit: float, table: CostTable) -> int:
-    """The largest bucket that costs at most `limit` times what the decodes alone cost; at least one
-    with as much room for prompts as for them."""
-    at_most = limit * table.cost(decodes)
-    least = table.bucket(min(2 * decodes, table.sizes[-1]))
-    fits = bisect.bisect_right(table.costs, at_most)
-    return max(least, *table.sizes[:fits])
-
-
 def tokens_to_cut(num_tokens: int, last_chunk: int, decodes: int, table: CostTable) -> int:
     """Tokens to take from the last prefill chunk so that the step fits the next smaller bucket.
 

@@ -523,16 +523,22 @@ def test_snap_follows_the_measured_costs() -> None:
 
 
 def beside_decodes(
-    prompts: int, length: int, *, seconds: float = 1e-3, costs: bool = True, **rules
+    prompts: int,
+    length: int,
+    *,
+    seconds: float = 1e-3,
+    costs: bool = True,
+    streams: int = 6,
+    **rules,
 ) -> list[StepRecord]:
     """Steps, each of at least one decode and one prompt's chunk, after `prompts` of `length`
-    came to six running streams; a token costs `seconds`, and a step 10 ms beside."""
+    came to running streams; a token costs `seconds`, and a step 10 ms beside."""
     engine, _, records = make(token_budget=512, seats=16, blocks=4000, **rules)
     if costs:
         sizes = engine.config.buckets.tokens
         programs = tuple(0.01 + seconds * size for size in sizes)
         engine.set_costs(CostModel(sizes, programs), follow=False)
-    for i in range(6):
+    for i in range(streams):
         engine.add(prompt(3, i), asks(200))
     for _ in range(4):
         engine.step()
@@ -547,16 +553,21 @@ def beside_decodes(
 def test_few_prompts_hold_up_no_decode_for_longer_than_the_limit(limit: float) -> None:
     steps = beside_decodes(2, 1500, stall_limit=limit)
     alone = 0.01 + 8e-3  # six decodes, in the bucket of 8
-    most = max(r.bucket for r in steps)
-    fits = [size for size in (16, 32, 64, 128, 256, 512) if 0.01 + 1e-3 * size <= limit * alone]
-    assert most == max([16, *fits])  # room for as many prompt tokens as there are decodes, always
+    sizes = (8, 16, 32, 64, 128, 256, 512)
+    most = max(size for size in sizes if 0.01 + 1e-3 * size <= limit * alone)
+    assert max(r.bucket for r in steps) == most
     full = [r for r in steps if r.bucket == most and not r.padded_tokens]
-    assert full and all(r.unused == "time_budget" for r in full if r.bucket < 512)
+    assert len(full) >= 10 and all(r.unused == "time_budget" for r in full)
+
+
+def test_a_prompt_gets_on_beside_decodes_that_fill_their_bucket() -> None:
+    steps = beside_decodes(1, 1500, stall_limit=1.0, streams=8)
+    assert {r.bucket for r in steps[:-1]} == {16} and all(r.prefill_tokens == 8 for r in steps[:-1])
 
 
 @pytest.mark.parametrize(
     "rules",
-    [{"stall_limit": 0}, {"costs": False}, {"prompts": 9}, {"mode": "fixed", "chunk_size": 256}],
+    [{"stall_limit": 0}, {"costs": False}, {"prompts": 5}, {"mode": "fixed", "chunk_size": 256}],
 )
 def test_the_whole_budget_is_used_where_nobody_set_a_limit_or_many_wait(rules: dict) -> None:
     steps = beside_decodes(**{"prompts": 2, "length": 1500, "stall_limit": 3.0, **rules})
