@@ -27,6 +27,7 @@ from jaxserve.scheduler.waiting import WaitingQueue
 MAX_BACKOFF = 32  # steps without admission after a preemption, at most
 NOT_FINITE = "the model's logits were not finite"  # why a request failed alone
 FEW_PROMPTS = 4  # behind more the whole budget is used
+EFFICIENT = 0.8  # of the tokens a second of the largest step, at least
 REFRESH_COSTS = 256  # steps between two looks at the corrected costs
 
 _log = logging.getLogger(__name__)
@@ -94,7 +95,7 @@ class Scheduler:
         dated = self._pacing is not None and any(r.anchor < math.inf for r in prefills)
         longs = [r for r in prefills if not (self._equal_chunks or dated) and self._is_long(r)]
         shorts = [r for r in prefills if r not in longs]
-        self._keep_short(draft)
+        self._keep_short(draft, prefills)
         draft.partials, draft.longs = len(prefills), sum(map(self._is_long, prefills))
         kept = policy.long_share(
             draft.left, sum(r.num_pending for r in longs), bool(shorts or len(self._short))
@@ -219,17 +220,18 @@ class Scheduler:
             draft.decodes = self._decoding.plan(draft.held)
             draft.left -= len(draft.decodes.requests)
 
-    def _keep_short(self, draft: Draft) -> None:
-        """While prompts are few, their chunks do not hold up the decodes; behind a queue of many,
-        the whole budget serves everybody best."""
+    def _keep_short(self, draft: Draft, prefills: list[Request]) -> None:
+        """While prompts are few, their chunks do not hold up the decodes for longer than it takes
+        to be efficient; behind a queue of many, the whole budget serves everybody best."""
         contexts = draft.decodes.starts + 1
-        prompts = len(self._prefilling) + self.num_waiting
-        few = 0 < prompts <= FEW_PROMPTS
+        few = 0 < len(prefills) + self.num_waiting <= FEW_PROMPTS
         if self._stall_limit and few and len(contexts) and self._online is not None:
             price = Price(self._online.predict, self._sizes, self._row_sizes, SAMPLERS[0])
             load = NO_STEP.with_singles(contexts)
-            alone = price.seconds(load, len(contexts))
-            draft.time = StepTime(price, load, self._stall_limit * alone)
+            limit = self._stall_limit * price.seconds(load, len(contexts))
+            start = prefills[0].num_computed if prefills else 0
+            least = price.efficient(load, start, EFFICIENT)
+            draft.time = StepTime(price, load, max(limit, least))
 
     # -- prefills --------------------------------------------------------------------------------
 

@@ -97,6 +97,20 @@ class Price:
             return filled[at - 1]
         return bisect.bisect_left(range(1, filled[0] if filled else room), True, key=too_long)
 
+    def efficient(self, load: StepShape, start: int, share: float) -> float:
+        """Seconds of the smallest step beside `load` in which a prompt that is at `start` gets at
+        least `share` of the tokens a second of the largest step."""
+
+        def took(size: int) -> float:
+            return self.seconds(load.with_chunk(start, size - load.tokens), load.singles)
+
+        def rate(size: int) -> float:
+            return (size - load.tokens) / max(took(size), 1e-9)
+
+        sizes = [size for size in self.sizes if size > load.tokens]
+        least = share * rate(sizes[-1]) if sizes else 0.0
+        return next((took(size) for size in sizes if rate(size) >= least), 0.0)
+
 
 class StepTime:
     """A step as it fills up, and what still fits before it should be over."""
