@@ -95,8 +95,8 @@ class SchedulerConfig:
     max_partial_prefills: int = 8  # most prompts in the middle of their prefill
     max_long_partial_prefills: int = 1  # of those, most longer than long_prefill_threshold
     long_prefill_threshold: int = 0  # tokens; 0: 4 % of max_len, at least one block
-    # While prompts are few, a step takes at most this many times what its decodes alone take; 0: no
-    # limit.  Mode dynamic, where costs were measured.
+    # While prompts are few, a step takes at most this many times what its decodes alone take, or
+    # what it takes to be efficient; 0: no limit.  Mode dynamic, where costs were measured.
     stall_limit: float = 6.0
     watermark: float = 0.01  # share of blocks that admission leaves free
     reserve_full_prompt: bool = True  # admit only when the blocks of the whole prompt are free

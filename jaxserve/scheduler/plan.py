@@ -94,7 +94,7 @@ class Draft:
     longs: int = 0  # of those, long ones
     admitted: list[Request] = dataclasses.field(default_factory=list[Request])
     preempted: list[Request] = dataclasses.field(default_factory=list[Request])
-    time: StepTime | None = None  # mode time, with costs: what still fits
+    time: StepTime | None = None  # what still fits, where time limits the step
     held: Bools | None = None  # bool[seats]: decodes that wait for prefills; None: nobody
     closed: Unused | None = None  # why nobody more is admitted
     indivisible: bool = False  # a whole chunk did not fit

@@ -54,9 +54,8 @@ class Scheduler:
         self._one_prefill = rules.mode == "fixed"
         self._pacing = Pacing(config) if rules.mode == "time" else None
         by_deadline = rules.mode == "time" and rules.policy == "fcfs"
-        self._stall_limit = (
-            rules.stall_limit if rules.mode == "dynamic" and not self._equal_chunks else 0.0
-        )
+        dynamic = self._pacing is None and not self._equal_chunks
+        self._stall_limit = rules.stall_limit if dynamic else 0.0
         self._policy = "deadline" if by_deadline else rules.policy
         self._spare = math.ceil(rules.watermark * kv.num_blocks)
         self._short = WaitingQueue(self._policy, rules.aging_steps)
@@ -344,10 +343,12 @@ class Scheduler:
         mode dynamic the first prompt of every step does."""
         assert draft.time is not None
         fits = draft.time.most(start, request.num_tokens - start, size)
-        if not fits:
-            aged = self._step - request.last_step >= self._rules.aging_steps
-            if aged if self._pacing is not None else not draft.prefills:
-                fits = draft.time.least(size)
+        if self._pacing is None:
+            must = not draft.prefills
+        else:
+            must = self._step - request.last_step >= self._rules.aging_steps
+        if must and not fits:
+            fits = draft.time.least(size)
         if fits < size:
             draft.closed = Unused.TIME_BUDGET
         return fits

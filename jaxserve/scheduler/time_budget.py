@@ -104,12 +104,13 @@ class Price:
         def took(size: int) -> float:
             return self.seconds(load.with_chunk(start, size - load.tokens), load.singles)
 
-        def rate(size: int) -> float:
-            return (size - load.tokens) / max(took(size), 1e-9)
-
-        sizes = [size for size in self.sizes if size > load.tokens]
-        least = share * rate(sizes[-1]) if sizes else 0.0
-        return next((took(size) for size in sizes if rate(size) >= least), 0.0)
+        largest = self.sizes[-1]
+        room, longest = largest - load.tokens, took(largest)
+        for size in self.sizes[bisect.bisect_right(self.sizes, load.tokens) : -1]:
+            seconds = took(size)
+            if (size - load.tokens) * longest >= share * room * seconds:
+                return seconds
+        return longest
 
 
 class StepTime:

@@ -7,69 +7,13 @@ import time
 import numpy as np
 import pytest
 
-from jaxserve.batch.buckets import resolve
-from jaxserve.config import (
-    CacheConfig,
-    EngineConfig,
-    ModelConfig,
-    RunnerConfig,
-    SchedulerConfig,
-)
 from jaxserve.costs import CostModel
 from jaxserve.engine import Engine, ModelLimits, QueueFull
-from jaxserve.metrics import StepRecord
 from jaxserve.request import Request, SamplingParams, SeatProgress, Status
 from jaxserve.scheduler import policy
 from jaxserve.scheduler.plan import Draft, Plan
-from tests.simulation.hash_runner import Alone, HashRunner
-
-VOCAB = 50
-MAX_LEN = 4096
-
-
-def make(
-    *, blocks: int = 400, block_size: int = 4, overlap: bool = True, seats: int = 16, **rules
-) -> tuple[Engine, HashRunner, list[StepRecord]]:
-    deterministic = rules.pop("deterministic", False)
-    prefix_caching = rules.pop("prefix_caching", True)
-    max_len = rules.pop("max_len", MAX_LEN)
-    config = resolve(
-        EngineConfig(
-            model=ModelConfig(max_len=max_len),
-            cache=CacheConfig(
-                block_size=block_size, num_blocks=blocks, prefix_caching=prefix_caching
-            ),
-            scheduler=SchedulerConfig(max_seqs=seats, **{"token_budget": 64, **rules}),
-            runner=RunnerConfig(overlap=overlap, deterministic=deterministic),
-        ),
-        MAX_LEN,
-        1,
-    )
-    runner = HashRunner(blocks, block_size, config.scheduler.max_seqs, VOCAB)
-    records: list[StepRecord] = []
-    engine = Engine(config, runner, ModelLimits(VOCAB, frozenset({3})), on_step=records.append)
-    return engine, runner, records
-
-
-def prompt(length: int, salt: int = 0) -> list[int]:
-    return [(7 * i + 13 * salt + i * i) % VOCAB for i in range(length)]
-
-
-def asks(max_tokens: int = 8, **more) -> SamplingParams:
-    return SamplingParams(
-        **{"max_tokens": max_tokens, "temperature": 0.0, "ignore_eos": True, **more}
-    )
-
-
-def drain(engine: Engine, most: int = 100_000) -> dict[Request, list[int]]:
-    tokens: dict[Request, list[int]] = {}
-    steps = 0
-    while engine.has_work:
-        for output in engine.step():
-            tokens.setdefault(output.request, []).extend(output.tokens)
-        steps += 1
-        assert steps < most, "no end"
-    return tokens
+from tests.simulation.hash_runner import Alone
+from tests.unit.scheduling import VOCAB, asks, drain, make, prompt
 
 
 def first_steps(engine: Engine, requests: list[Request], most: int = 50_000) -> dict[Request, int]:
@@ -520,64 +464,6 @@ def test_snap_follows_the_measured_costs() -> None:
     assert buckets({}) == [256, 32, 16]
     assert buckets({64: 33.0}) == [256, 64]
     assert buckets({512: 257.0}) == [512]  # as good as free: pad
-
-
-def beside_decodes(
-    prompts: int,
-    length: int,
-    *,
-    seconds: float = 1e-3,
-    costs: bool = True,
-    **rules,
-) -> list[StepRecord]:
-    """Steps, each of at least one decode and one prompt's chunk, after `prompts` of `length`
-    came to running streams; a token costs `seconds`, and a step 10 ms beside."""
-    engine, _, records = make(token_budget=512, seats=16, blocks=4000, **rules)
-    if costs:
-        sizes = engine.config.buckets.tokens
-        programs = tuple(0.01 + seconds * size for size in sizes)
-        engine.set_costs(CostModel(sizes, programs), follow=False)
-    for i in range(6):
-        engine.add(prompt(3, i), asks(200))
-    for _ in range(4):
-        engine.step()
-    before = len(records)
-    for i in range(prompts):
-        engine.add(prompt(length, 10 + i), asks(1))
-    drain(engine)
-    return [r for r in records[before:] if r.decode_tokens and r.prefill_tokens]
-
-
-@pytest.mark.parametrize("limit", [1.0, 3.0, 6.0, 12.0])
-def test_few_prompts_hold_up_no_decode_for_longer_than_the_limit(limit: float) -> None:
-    """But for the smallest step with four fifths of the largest one's tokens a second."""
-    steps = beside_decodes(2, 1500, stall_limit=limit)
-    alone = 0.01 + 8e-3  # six decodes, in the bucket of 8
-    seconds = {size: 0.01 + 1e-3 * size for size in (8, 16, 32, 64, 128, 256, 512)}
-    rates = {size: (size - 6) / took for size, took in seconds.items()}
-    efficient = min(size for size, rate in rates.items() if rate >= 0.8 * rates[512])
-    within = max(size for size, took in seconds.items() if took <= limit * alone)
-    most = max(efficient, within)
-    assert (most == efficient) == (limit < 12.0)
-    assert max(r.bucket for r in steps) == most
-    full = [r for r in steps if r.bucket == most and not r.padded_tokens]
-    assert len(full) >= 10 and all(r.unused == "time_budget" for r in full)
-
-
-@pytest.mark.parametrize(
-    "rules",
-    [{"stall_limit": 0}, {"costs": False}, {"prompts": 5}, {"mode": "fixed", "chunk_size": 256}],
-)
-def test_the_whole_budget_is_used_where_nobody_set_a_limit_or_many_wait(rules: dict) -> None:
-    steps = beside_decodes(**{"prompts": 2, "length": 1500, "stall_limit": 3.0, **rules})
-    assert max(r.bucket for r in steps) == 512
-    assert steps[0].unused != "time_budget"
-
-
-def test_a_step_that_costs_next_to_nothing_more_is_not_cut() -> None:
-    """An accelerator's: 512 tokens take 1.5 times what 8 do."""
-    steps = beside_decodes(2, 1500, seconds=1e-5)
-    assert steps[0].bucket == 512 and steps[0].unused is None
 
 
 # -- speed ----------------------------------------------------------------------------------------
