@@ -274,7 +274,7 @@ class Engine:
         outputs = self.scheduler.update(plan, result.tokens[:count], result.bad[:count])
         if batch.logprobs or len(self._prompts):
             rows = [*plan.decodes.requests, *(c.request for c in plan.chunks if c.samples)]
-            outputs = attach(outputs, rows, result.logprobs, self._prompts)
+            attach(outputs, rows, result.logprobs, self._prompts)
         if self._followers:
             for request, start, num_tokens, _, _ in plan.chunks:
                 if start + num_tokens >= request.num_prompt or request.finish_reason:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import NamedTuple, cast
 
+import msgspec
 import numpy as np
 
 MAX_STOP_IDS = 16  # stop_token_ids a request may name beside the model's own EOS ids
@@ -232,12 +233,16 @@ class TokenLogprobs(NamedTuple):
     top: tuple[tuple[int, float], ...]  # (token, logprob), best first
 
 
-class Output(NamedTuple):
-    """What a step brought for one request."""
+class Output(msgspec.Struct, gc=False):
+    """What a step brought for one request.
+
+    A step makes one for every row: msgspec's constructor takes half the time of a NamedTuple's.
+    `gc=False` holds since nothing that an output refers to refers back to it.
+    """
 
     request: Request
     tokens: tuple[int, ...]  # new output tokens; nothing past the end of the request
-    logprobs: tuple[TokenLogprobs, ...] | None  # one a token, when asked for
+    logprobs: tuple[TokenLogprobs, ...] | None = None  # one a token, when asked for
     # Once, with the first output; None for token 0, which nothing predicts.
-    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None
-    finish_reason: str | None  # None while it runs
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    finish_reason: str | None = None  # None while it runs

@@ -71,24 +71,20 @@ def attach(
     rows: Iterable[Request],
     logprobs: Logprobs | None,
     prompts: PromptScores,
-) -> list[Output]:
-    """The same outputs with the logprobs their requests asked for.
+) -> None:
+    """Gives the outputs the logprobs that their requests asked for.
 
     `rows`: the request of each sampled row of the step.
     """
     row_of = {request: row for row, request in enumerate(rows)}
-    attached: list[Output] = []
     for output in outputs:
         request, asked = output.request, output.request.sampling
-        entries = None
         if asked.logprobs is not None and logprobs is not None and output.tokens:
             row = row_of[request]
-            entries = (_entry(logprobs, row, output.tokens[0], asked.logprobs),)
+            output.logprobs = (_entry(logprobs, row, output.tokens[0], asked.logprobs),)
         scores = prompts.take(request)
-        if output.finish_reason == "error":
-            scores = None
-        attached.append(output._replace(logprobs=entries, prompt_logprobs=scores))
-    return attached
+        if output.finish_reason != "error":
+            output.prompt_logprobs = scores
 
 
 def _entry(logprobs: Logprobs, row: int, token: int, count: int) -> TokenLogprobs:

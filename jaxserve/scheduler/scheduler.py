@@ -8,8 +8,7 @@ prefill at least one token is left for it, and policy order is subject to aging.
 
 import logging
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, cast
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -31,9 +30,6 @@ EFFICIENT = 0.8  # of the tokens a second of the largest step, at least
 REFRESH_COSTS = 256  # steps between two looks at the corrected costs
 
 _log = logging.getLogger(__name__)
-
-# Builds a NamedTuple without its slow Python constructor.
-_new = cast(Callable[[type[Any], tuple[Any, ...]], Any], cast(Any, tuple).__new__)
 
 
 class Scheduler:
@@ -137,7 +133,7 @@ class Scheduler:
             request.tokens.append(token)
             if token in request.stop_ids:
                 stopped.append(len(outputs))
-            outputs.append(_new(Output, (request, (token,), None, None, None)))
+            outputs.append(Output(request, (token,)))
         filled: Bools = (starts + 1) % self.kv.block_size == 0
         for row in filled.nonzero()[0].tolist():
             self._landed(requests[row], int(starts[row]), 1)
@@ -145,7 +141,7 @@ class Scheduler:
         ends = dict.fromkeys(at_limit, "length") | dict.fromkeys(stopped, "stop")
         for row, reason in ends.items():
             self.finish(requests[row], reason)
-            outputs[row] = outputs[row]._replace(finish_reason=reason)
+            outputs[row].finish_reason = reason
         return outputs + [self._fail(request) for request in failed]
 
     def _land_chunks(

@@ -131,6 +131,8 @@ def test_derived_buckets(budget: int, max_seqs: int) -> None:
 def test_default_buckets_are_as_documented() -> None:
     assert token_buckets(512, 64) == (8, 16, 24, 32, 48, 64, 128, 256, 512)
     assert row_buckets(64) == (8, 16, 32, 64)
+    fine = (1, 8, 16, 24, 32, 40, 48, 56, 64, 128, 256, 512)
+    assert token_buckets(512, 64, single=True) == fine
     assert token_buckets(12, 64, single=True) == row_buckets(12, single=True) == (1, 8, 12)
     assert token_buckets(1, 64, single=True) == row_buckets(1, single=True) == (1,)
 
