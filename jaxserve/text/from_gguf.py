@@ -19,6 +19,18 @@ _LLAMA3 = (
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
+_SHORT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+
+
+def _cased(digits: str, short: str = "") -> str:
+    """Words end where a lower-case letter is followed by an upper-case one; `short` forms stay
+    with the word before."""
+    upper, lower = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
+    lead = r"[^\r\n\p{L}\p{N}]?"
+    return (
+        rf"{lead}[{upper}]*[{lower}]+{short}|{lead}[{upper}]+[{lower}]*{short}|{digits}"
+        r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    )
 
 
 class _Split(NamedTuple):
@@ -39,6 +51,9 @@ _SPLITS = {
     "refact": _Split(single_digits=True),
     "llama-bpe": _Split(_LLAMA3, whole_words=True, add_bos=True),
     "qwen2": _Split(_QWEN2, nfc=True),
+    "dbrx": _Split(_LLAMA3),  # the words of cl100k: Phi-4, OLMo 2
+    "gpt-4o": _Split(_cased(r"\p{N}{1,3}", _SHORT)),  # Phi-4 mini
+    "tekken": _Split(_cased(r"\p{N}"), whole_words=True, add_bos=True),  # Mistral Nemo, Small
 }
 
 _EOS_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import normalizers, pre_tokenizers
 
@@ -58,21 +58,44 @@ def _qwen2_like():
     return backend
 
 
-def _llama3_like():
-    pattern = families.tokenizers.Regex(
-        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-        r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-    )
-    return families.byte_level(pre_tokenizers.Split(pattern, "isolated"), ignore_merges=True)
+def _split(pattern: str, ignore_merges: bool = False):
+    split = pre_tokenizers.Split(families.tokenizers.Regex(pattern), "isolated")
+    return families.byte_level(split, ignore_merges=ignore_merges)
 
 
+# As in the tokenizer.json of Llama 3, OLMo 2 and Phi-4 (cl100k), Phi-4 mini and Mistral Nemo.
+CL100K = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+GPT4O = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+TEKKEN = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 KINDS = {
     "gpt-2": families.byte_level,
     "default": families.byte_level,
     "smollm": lambda: families.byte_level(pre_tokenizers.Digits(individual_digits=True)),
     "qwen2": _qwen2_like,
-    "llama-bpe": _llama3_like,
+    "llama-bpe": lambda: _split(CL100K, ignore_merges=True),
+    "dbrx": lambda: _split(CL100K),
+    "gpt-4o": lambda: _split(GPT4O),
+    "tekken": lambda: _split(TEKKEN, ignore_merges=True),
 }
+
+
+def words(backend, text):
+    """What is encoded word by word; few words are whole tokens of a small vocabulary."""
+    text = backend.normalizer.normalize_str(text) if backend.normalizer else text
+    return [word for word, _ in backend.pre_tokenizer.pre_tokenize_str(text)]
 
 
 @pytest.mark.parametrize("kind", [*KINDS])
@@ -82,28 +105,31 @@ def test_a_byte_level_gguf_encodes_as_the_tokenizer_it_was_made_of(tmp_path, kin
 
     @LAW
     @given(text=TEXTS)
+    @example(text="camelCase XMLHttp it'S IT's 12345 a/b ./\n/ //\r\n \u01c5a")
     def law(text):
         expected = backend.encode(text).ids
         assert tokenizer.encode(text) == expected
         assert tokenizer.decode(expected) == backend.decode(expected)
+        assert words(tokenizer._backend, text) == words(backend, text)
 
     law()
 
 
 def test_each_kind_of_byte_level_gguf_cuts_words_in_its_own_way(tmp_path):
-    text = "It'S  1234\n\n5 x\u0301e\u0301"
+    text = "It'S  1234\n\n5 x\u0301e\u0301 camelCase"
     cuts = set()
-    for kind in ("gpt-2", "smollm", "qwen2", "llama-bpe"):
+    kinds = ("gpt-2", "smollm", "qwen2", "llama-bpe", "gpt-4o", "tekken")
+    for kind in kinds:
         path = write_gguf(tmp_path / f"{kind}.gguf", families.byte_level(), "gpt2", pre=kind)
-        backend = load_tokenizer(path)._backend
-        text_seen = backend.normalizer.normalize_str(text) if backend.normalizer else text
-        words = backend.pre_tokenizer.pre_tokenize_str(text_seen)
-        cuts.add(tuple(word for word, _ in words))
-    assert len(cuts) == 4
+        cuts.add(tuple(words(load_tokenizer(path)._backend, text)))
+    assert len(cuts) == len(kinds)
 
 
-@pytest.mark.parametrize(("kind", "whole"), [("llama-bpe", True), ("gpt-2", False)])
-def test_only_llama3_takes_a_word_that_is_a_token_whatever_the_merges_say(tmp_path, kind, whole):
+@pytest.mark.parametrize(
+    ("kind", "whole"),
+    [("llama-bpe", True), ("tekken", True), ("gpt-2", False), ("dbrx", False), ("gpt-4o", False)],
+)
+def test_only_some_take_a_word_that_is_a_token_whatever_the_merges_say(tmp_path, kind, whole):
     spec = json.loads(families.byte_level().to_str())
     token = spec["model"]["vocab"]["zqx"] = len(spec["model"]["vocab"])
     backend = families.tokenizers.Tokenizer.from_str(json.dumps(spec))
@@ -133,8 +159,8 @@ def test_b65_padding_of_a_gguf_vocabulary_is_no_vocabulary(tmp_path):
 
 def test_unknown_kinds_of_gguf_are_refused_with_their_name(tmp_path):
     backend = families.byte_level()
-    with pytest.raises(ValueError, match="pre is 'tekken'.*known: .*smollm"):
-        load_tokenizer(write_gguf(tmp_path / "a.gguf", backend, "gpt2", pre="tekken"))
+    with pytest.raises(ValueError, match="pre is 'command-r'.*known: .*smollm"):
+        load_tokenizer(write_gguf(tmp_path / "a.gguf", backend, "gpt2", pre="command-r"))
     with pytest.raises(ValueError, match="model is 'rwkv'"):
         load_tokenizer(write_gguf(tmp_path / "b.gguf", backend, "rwkv"))
     with pytest.raises(ValueError, match="bos_token_id is 9999"):
@@ -191,6 +217,8 @@ def test_the_metadata_reader_agrees_with_the_gguf_package(tmp_path):
         ({"add_bos_token": True, "add_eos_token": True}, [1], [2]),
         ({"pre": "llama-bpe"}, [1], []),
         ({"pre": "llama-bpe", "add_bos_token": False}, [], []),
+        ({"pre": "tekken"}, [1], []),
+        ({"pre": "dbrx"}, [], []),
     ],
 )
 def test_a_gguf_says_what_goes_around_a_text(tmp_path, values, start, end):
