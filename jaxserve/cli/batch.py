@@ -33,7 +33,9 @@ def register(subparsers: Any) -> None:
             "Run the same command again after anything that stopped it: it goes on where it was. "
             "Lines are OpenAI batch objects, or plain objects with prompt, prompt_token_ids or "
             "messages beside sampling options. Sampling options given here hold for lines that "
-            "do not name them."
+            "do not name them.  Exit codes: 0 all done, 1 some lines failed, 2 refused, 75 stopped "
+            "early (run it again).  `jaxserve batch status OUTPUT` tells how a job is doing, "
+            "`jaxserve batch merge` joins shards; both have a --help of their own."
         ),
         allow_abbrev=False,
     )

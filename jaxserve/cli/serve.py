@@ -23,7 +23,8 @@ def register(subparsers: Any) -> None:
         help="serve a model over HTTP, as OpenAI's API",
         description=(
             "Serves the model over HTTP: /v1/chat/completions, /v1/completions, /v1/models, "
-            "/tokenize, /detokenize, /health, /ready.  The engine runs in a process of its own.  "
+            "/tokenize, /detokenize, /health, /ready, /metrics, /openapi.json, a page at /, and "
+            "with --files /v1/files and /v1/batches.  The engine runs in a process of its own.  "
             "SIGTERM or Ctrl-C: nothing new is taken, what is in flight has server.grace_s "
             "seconds, exit code 0.  Limits are the settings server.* (`jaxserve config`)."
         ),

@@ -20,7 +20,7 @@ OPTIONS = ("--set", "scheduler.max_seqs=256", "--set", "server.log_requests=fals
 
 
 def test_256_streams_lose_and_double_nothing(tmp_path: Path):
-    under_load(tmp_path, rounds=[5.0, 10.0])
+    under_load(tmp_path, rounds=[15.0, 45.0])
 
 
 @pytest.mark.slow
