@@ -1,14 +1,21 @@
-"""What a checkpoint is, in figures, from its headers alone."""
+"""What a checkpoint is, in figures, from its headers alone, or from its config where no weights
+are."""
 
 import collections
 import math
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from jaxserve.preflight import describe as described
 from jaxserve.preflight import target
 from jaxserve.runner.memory import GIB, HEADROOM
 from model_zoo import registry
 from model_zoo.checkpoint import Checkpoint
 from model_zoo.parameters import matrices, shapes, with_int8
+from model_zoo.weights import open_checkpoint
+from model_zoo.weights.account import account
 from pallas_kernels.ragged_paged_attention.api import kv_shape
 
 _BYTES = {"float32": 4, "bfloat16": 2}
@@ -16,24 +23,48 @@ _CHIPS = ("v5e", "v6e", "v5p", "h200")
 _SLICES = (1, 2, 4, 8)
 
 
+def opened(path: Path) -> Checkpoint:
+    """The checkpoint at `path`; one without tensors where it is a config.json, or a folder that
+    holds one and no weights.  Raises ValueError as `open_checkpoint` does.
+    """
+    bare = path.is_dir() and (path / "config.json").is_file() and _is_alone(path)
+    if bare or (path.is_file() and path.suffix == ".json"):
+        return Checkpoint(str(path), described.hf_config(str(path), None), {}, _no_tensor)
+    return open_checkpoint(path)
+
+
+def _is_alone(folder: Path) -> bool:
+    """No file of the folder could hold weights."""
+    return all(file.suffix in (".json", ".txt", ".md", ".jinja") for file in folder.iterdir())
+
+
+def _no_tensor(name: str) -> np.ndarray:
+    raise ValueError(f"there are no weights to read {name} from")
+
+
 def describe(checkpoint: Checkpoint) -> dict[str, Any]:
     """Sizes of a model by name; parameters are counted as stored, a tied head once.
 
-    A model that is not supported is described as far as its config goes, with the reason.
+    A model that is not supported, or whose tensors are not those of its config, is described as far
+    as its config goes, with the reason.
     """
     hf = checkpoint.hf_config
     values: collections.Counter[str] = collections.Counter()
     for info in checkpoint.infos.values():
         values[info.stored] += math.prod(info.shape)
     facts: dict[str, Any] = {"path": checkpoint.path, "model_type": hf.get("model_type")}
-    stored = {
+    stored: dict[str, Any] = {
         "parameters": sum(values.values()),
         "stored": dict(values.most_common()),  # values by type in the file
     }
     try:
-        _, config = registry.configure(checkpoint.hf_config, "bfloat16", where=checkpoint.path)
+        family, config = registry.configure(checkpoint.hf_config, "bfloat16", where=checkpoint.path)
+        if checkpoint.infos:
+            account(checkpoint, family.places(config), shapes(config))
+        else:
+            stored = {"parameters": sum(map(math.prod, shapes(config).values())), "stored": {}}
     except ValueError as error:
-        reason = str(error).removeprefix(f"{checkpoint.path}: ")
+        reason = str(error).removeprefix(f"{checkpoint.path}: ").removeprefix(f"{checkpoint.path} ")
         return facts | {"supported": False, "reason": reason} | stored | _raw(hf)
     facts |= {"supported": True, "dtypes": ", ".join(_BYTES)} | stored | _sizes(config)
     facts |= {"rope": rope(hf), "weight_bytes": _weight_bytes(config)}

@@ -22,7 +22,11 @@ def register(subparsers: Any) -> None:
     pull.set_defaults(func=run, action=_pull)
 
     inspect = commands.add_parser("inspect", help="sizes and types, without loading weights")
-    inspect.add_argument("model", nargs="?", help="path or name; without: the default model")
+    inspect.add_argument(
+        "model",
+        nargs="?",
+        help="path or name, also of a config.json alone; without: the default model",
+    )
     inspect.add_argument("--json", action="store_true", help="one JSON object on stdout")
     _add_cache_dir(inspect)
     inspect.set_defaults(func=run, action=_inspect)
@@ -59,10 +63,9 @@ def _pull(args: argparse.Namespace) -> None:
 
 
 def _inspect(args: argparse.Namespace) -> None:
-    from jaxserve.inspect_model import describe
-    from model_zoo.weights import open_checkpoint
+    from jaxserve.inspect_model import describe, opened
 
-    facts = describe(open_checkpoint(_resolve(args.model, args.cache_dir)))
+    facts = describe(opened(_resolve(args.model, args.cache_dir)))
     if args.json:
         common.write_json(facts)
         return
@@ -87,6 +90,8 @@ def _resolve(name: str | None, cache_dir: Path | None) -> Path:
 def _text(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
+    if value == {}:
+        return "no weights here"
     if isinstance(value, dict):
         return ", ".join(f"{key} {_text(item)}" for key, item in value.items())
     if isinstance(value, list) and len(value) > 4:

@@ -244,6 +244,17 @@ def test_every_config_has_a_target_and_the_shapes_of_its_model():
         assert wanted == "cpu" or f"--target {wanted} " in path.read_text(), name
 
 
+def test_every_family_has_a_config():
+    from jaxserve import settings
+    from jaxserve.preflight import describe
+    from model_zoo import registry
+
+    found = set()
+    for path in preflight_configs.CONFIGS.glob("*.toml"):
+        found.add(describe.hf_config(settings.read(path).model.name, path)["model_type"])
+    assert found >= set(registry.known()), "a file under configs/ for each"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", preflight_configs.TARGETS)
 def test_every_config_passes(name: str):

@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import json
 import math
+from pathlib import Path
 
 import pytest
 
@@ -15,6 +16,7 @@ from tests.families import cases as families
 from tests.models import weight_files as files
 from tests.reference import tiny
 
+MODELS = Path(__file__).parents[2] / "configs" / "models"
 CONFIG = files.CONFIG | {"rope_scaling": {"type": "linear", "factor": 4.0}}
 WEIGHTS = tiny.make_weights(CONFIG, seed=1)
 
@@ -81,6 +83,33 @@ def test_inspect_says_what_is_not_supported(tmp_path, capsys):
 def inspected(name, capsys):
     assert run("inspect", families.FOLDER / name, "--json") == 0
     return json.loads(capsys.readouterr().out)
+
+
+def test_inspect_says_which_tensors_are_not_those_of_the_config(tmp_path, capsys):
+    vocab = CONFIG["vocab_size"] + 8
+    other = files.write_folder(tmp_path, CONFIG | {"vocab_size": vocab}, WEIGHTS)
+    assert run("inspect", other, "--json") == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["supported"] is False
+    assert f"embed_tokens.weight is [64, 72], needs [{vocab}, 72]" in facts["reason"]
+    assert facts["vocab_size"] == vocab and "fits" not in facts
+
+
+@pytest.mark.parametrize("name", [path.name for path in sorted(MODELS.glob("*.json"))])
+def test_a_config_without_weights_says_what_it_would_take(name, tmp_path, capsys):
+    assert run("inspect", MODELS / name, "--json") == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["supported"] is True and facts["parameters"] > 10**8 and facts["stored"] == {}
+    assert facts["weight_bytes"]["bfloat16"] == 2 * facts["parameters"]
+    (tmp_path / "config.json").write_bytes((MODELS / name).read_bytes())
+    assert run("inspect", tmp_path, "--json") == 0
+    again = json.loads(capsys.readouterr().out)
+    assert again | {"path": facts["path"]} == facts
+    assert run("inspect", MODELS / name) == 0
+    assert "no weights here" in capsys.readouterr().out
+    (tmp_path / "pytorch_model.bin").write_bytes(b"x")
+    with pytest.raises(common.UsageError, match="pickle"):
+        run("inspect", tmp_path)
 
 
 def test_inspect_says_windows_ropes_and_experts(capsys):
