@@ -71,7 +71,7 @@ def test_what_was_drawn_is_what_the_batch_says():
         assert shape.tokens == probe.tokens and shape.sampler == probe.sampler
         slots = batch.inputs.slots[: probe.tokens]
         assert len(set(slots.tolist())) == probe.tokens
-    batch = Probes(rig_config, 50, groups=3).batch(Probe((5, 700), ((0, 30),), "greedy"))
+    batch = Probes(rig_config, 50, windows=(None, 40, 40)).batch(Probe((5, 700), ((0, 30),), "greedy"))
     slots = batch.inputs.slots[:, :32].ravel()
     assert batch.inputs.slots.shape[0] == 3 and len(set(slots.tolist())) == len(slots)
 
