@@ -10,14 +10,17 @@ pairs (d).  The form is that of the batch time models of Vidur (arXiv 2405.05465
 FairBatching (arXiv 2510.14392), with their linear term in tokens replaced by one constant a
 compiled shape.  The last two are for a back end that works in whole pieces: rows in groups that
 walk as far as their longest, whether all of them are there or not, chunks in tiles (`turns`,
-`tile_pairs`); where it does not, they are fitted as 0.  `jaxserve.lab` measures and fits it; a
-warm-up alone gives the constants.
+`tile_pairs`); where it does not, they are fitted as 0.  A layer with a sliding window reads no
+further than that, so contexts, pairs, turns and tiles are means over the layers, each with what its
+layers see (`View`): beyond every window a step costs the same however long its contexts are.
+`jaxserve.lab` measures and fits it; a warm-up alone gives the constants.
 """
 
 import bisect
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -33,22 +36,33 @@ _OUTLIER = 0.25  # a surprise counts as at most this (in logarithms): a pause is
 _COMMON_RATE, _BUCKET_RATE = 0.02, 0.05
 
 
+class View(NamedTuple):
+    """Layers that see equally far."""
+
+    window: int | None  # positions that a query sees, itself included; None: all
+    share: float  # of all layers
+
+
+ALL = (View(None, 1.0),)
+
+
 class StepShape(NamedTuple):
-    """All that the time of a step depends on."""
+    """All that the time of a step depends on.  What attention reads is a mean over the layers."""
 
     bucket: int  # T: tokens of the backbone program
     tokens: int  # real ones
     rows: int  # R: rows of the sampling program; 0 when no row samples
     sampler: str  # none | greedy | random | full
     singles: int  # rows with one token
-    single_context: int  # sum of their contexts, the token itself included
+    single_context: float  # sum of the contexts they see, the token itself included
     chunks: int  # rows with more tokens
-    chunk_pairs: int  # sum of their query-key pairs, see `pairs`
-    single_turns: int = 0  # of `turns`
-    tile_pairs: int = 0  # query-key pairs with tiles and turns filled up, see `tiles`
+    chunk_pairs: float  # sum of their query-key pairs, see `pairs`
+    single_turns: float = 0.0  # of `turns`
+    tile_pairs: float = 0.0  # query-key pairs with tiles and turns filled up, see `tile_pairs`
+    views: tuple[View, ...] = ALL  # of the model; their shares sum to 1
 
     @property
-    def turn_rows(self) -> int:
+    def turn_rows(self) -> float:
         """Rows that all turns walk with: a group is as large as the program allows, full or not."""
         return self.single_turns * min(GROUP, self.bucket)
 
@@ -57,8 +71,10 @@ class StepShape(NamedTuple):
         return self._replace(
             tokens=self.tokens + len(contexts),
             singles=self.singles + len(contexts),
-            single_context=self.single_context + int(contexts.sum()),
-            single_turns=self.single_turns + turns(contexts),
+            single_context=self.single_context
+            + sum(share * seen(contexts, window) for window, share in self.views),
+            single_turns=self.single_turns
+            + sum(share * turns(contexts, window) for window, share in self.views),
         )
 
     def with_chunk(self, start: int, num_tokens: int) -> "StepShape":
@@ -68,37 +84,66 @@ class StepShape(NamedTuple):
         return self._replace(
             tokens=self.tokens + num_tokens,
             chunks=self.chunks + 1,
-            chunk_pairs=self.chunk_pairs + pairs(start, num_tokens),
-            tile_pairs=self.tile_pairs + tile_pairs(start, num_tokens),
+            chunk_pairs=self.chunk_pairs
+            + sum(share * pairs(start, num_tokens, window) for window, share in self.views),
+            tile_pairs=self.tile_pairs
+            + sum(share * tile_pairs(start, num_tokens, window) for window, share in self.views),
         )
 
 
 NO_STEP = StepShape(0, 0, 0, "none", 0, 0, 0, 0)
 
 
-def turns(contexts: Ints) -> int:
+def no_step(windows: Sequence[int | None]) -> StepShape:
+    """`NO_STEP` of a model whose groups of layers, all of equally many, have these windows."""
+    counts = Counter(windows)
+    found = tuple(View(window, count / len(windows)) for window, count in counts.items())
+    return NO_STEP._replace(views=found)
+
+
+def seen(contexts: Ints, window: int | None = None) -> int:
+    """Sum of what rows of one token see of their contexts."""
+    return int((contexts if window is None else np.minimum(contexts, window)).sum())
+
+
+def turns(contexts: Ints, window: int | None = None) -> int:
     """Turns of `SPAN` positions that groups of `GROUP` rows take together, longest first: every row
-    of a group walks as far as its longest."""
-    longest = np.sort(contexts)[::-GROUP]
-    return int((-(-longest // SPAN)).sum())
+    of a group walks as far as its longest, from where the window of its shortest begins."""
+    ordered = np.sort(contexts)
+    longest = ordered[::-GROUP]
+    total = int((-(-longest // SPAN)).sum())
+    if window is None or not len(ordered):
+        return total
+    shortest = ordered[np.maximum(np.arange(len(ordered) - GROUP, -GROUP, -GROUP), 0)]
+    return total - int((np.maximum(shortest - window, 0) // SPAN).sum())
 
 
-def tile_pairs(start: int, num_tokens: int) -> int:
+def tile_pairs(start: int, num_tokens: int, window: int | None = None) -> int:
     """Query-key pairs of a chunk in whole tiles and turns: (queries of a tile, positions a turn)
-    are `TILES`."""
+    are `TILES`.  A tile starts at the turn in which the window of its first query begins."""
     (large, wide), (small, narrow) = TILES
     many = (num_tokens + large // 4) // large
     few = -(-max(0, num_tokens - many * large) // small)
     total, end, last = 0, start, start + num_tokens
     for size, span in [(large, wide)] * many + [(small, narrow)] * few:
+        low = 0 if window is None else max(0, end + 1 - window) // span
         end += size
-        total += size * -(-min(end, last) // span) * span
+        total += size * (-(-min(end, last) // span) - low) * span
     return total
 
 
-def pairs(start: int, num_tokens: int) -> int:
-    """Query-key pairs of `num_tokens` tokens after `start` computed ones."""
-    return num_tokens * start + num_tokens * (num_tokens + 1) // 2
+def pairs(start: int, num_tokens: int, window: int | None = None) -> int:
+    """Query-key pairs of `num_tokens` tokens after `start` computed ones; a token after p others
+    sees min(p + 1, window) positions."""
+    whole = _up_to(start + num_tokens) - _up_to(start)
+    if window is None:
+        return whole
+    return whole - _up_to(start + num_tokens - window) + _up_to(start - window)
+
+
+def _up_to(count: int) -> int:
+    """1 + 2 + ... + count; 0 for what is below."""
+    return count * (count + 1) // 2 if count > 0 else 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -116,7 +161,7 @@ class CostModel:
         default_factory=dict[str, tuple[float, ...]]
     )
     single: float = 0.0  # a row of one token
-    single_context: float = 0.0  # a token of its context
+    single_context: float = 0.0  # a token of its context, in all layers
     chunk: float = 0.0  # a row of more tokens
     chunk_pair: float = 0.0
     turn_row: float = 0.0  # a turn of a group of such rows, for each that the group can hold

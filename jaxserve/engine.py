@@ -16,6 +16,7 @@ from jaxserve.batch.logprobs import PromptScores, attach, scored_targets
 from jaxserve.batch.step import Batch, StepResult
 from jaxserve.config import EngineConfig
 from jaxserve.costs import CostModel, OnlineCosts
+from jaxserve.kv.groups import Windows
 from jaxserve.kv.manager import KVManager
 from jaxserve.metrics import StepRecord, Totals
 from jaxserve.request import Output, Request, SamplingParams, Status
@@ -80,7 +81,7 @@ class Engine:
         *,
         clock: Callable[[], float] = time.monotonic,
         on_step: Callable[[StepRecord], None] | None = None,
-        make_builder: Callable[[EngineConfig, Ints, int], Builder] = BatchBuilder,
+        make_builder: Callable[[EngineConfig, Ints, int, Windows], Builder] = BatchBuilder,
     ) -> None:
         self.config = config
         self.stats = Totals()
@@ -102,7 +103,7 @@ class Engine:
             max_chunk=config.max_chunk,
         )
         self.scheduler = Scheduler(config, self.kv)
-        self._builder = make_builder(config, self.kv.tables, limits.vocab_size)
+        self._builder = make_builder(config, self.kv.tables, limits.vocab_size, limits.windows)
         self._prompts = PromptScores()
         self._followers: dict[Request, list[Request]] = {}  # of a first sample: the other ones
         self._num_followers = 0

@@ -15,6 +15,8 @@ from jaxserve.batch.samples import SeatTable
 from jaxserve.batch.shape import shape_of
 from jaxserve.batch.step import Batch, SampleInputs, ScoreInputs, SeatReset
 from jaxserve.config import EngineConfig
+from jaxserve.costs import no_step
+from jaxserve.kv.groups import FULL, Windows
 from jaxserve.request import Request
 from jaxserve.scheduler.plan import Ints, Plan
 from model_zoo.step_inputs import StepInputs, packed_size, step_shapes, unpack
@@ -32,9 +34,12 @@ class _Rows(NamedTuple):
 
 class BatchBuilder:
     """`config` is resolved; `tables` i32[G, seats, P] are the block tables of each group of layers
-    by seat, kept by the KV manager and only read here; `vocab_size` V."""
+    by seat, kept by the KV manager and only read here; `vocab_size` V; `windows` are those of the
+    groups."""
 
-    def __init__(self, config: EngineConfig, tables: Ints, vocab_size: int) -> None:
+    def __init__(
+        self, config: EngineConfig, tables: Ints, vocab_size: int, windows: Windows = FULL
+    ) -> None:
         groups, rows, blocks = tables.shape
         self._tables = tables if groups > 1 else tables[0]
         self._block_size = config.cache.block_size
@@ -45,6 +50,7 @@ class BatchBuilder:
             size: step_shapes(size, rows, blocks, groups) for size in config.buckets.tokens
         }
         self._seat_table = SeatTable(config, vocab_size)
+        self._empty = no_step(windows)
         self._ones, self._all = np.ones(rows, np.int32), np.ones(rows, np.bool_)
         _freeze(self._ones, self._all)
 
@@ -72,7 +78,9 @@ class BatchBuilder:
             logprobs=logprobs,
             scores=self._scores(plan) if self._seat_table.any_scores(rows.seats) else (),
             resets=tuple(_reset(r) for r in plan.admitted if r.sampling.has_penalties),
-            shape=shape_of(plan, 0 if sampled is None else len(sampled.seats), sampler),
+            shape=shape_of(
+                plan, 0 if sampled is None else len(sampled.seats), sampler, self._empty
+            ),
         )
 
     def _rows_of(self, plan: Plan) -> _Rows:

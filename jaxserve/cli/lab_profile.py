@@ -13,6 +13,10 @@ if TYPE_CHECKING:
     from jaxserve.metrics import StepRecord
 
 
+# As `lab.fit` has them, in words: that takes numpy.
+AIM, LIMIT = "5 % (median) or 15 % (P95)", "15 % or 45 %"
+
+
 def register(commands: Any) -> None:
     parser = commands.add_parser(
         "profile",
@@ -21,7 +25,9 @@ def register(commands: Any) -> None:
             "Runs made-up steps of many shapes on this device, fits the cost model to them, says "
             "how well it predicts steps that were not fitted, and keeps the table beside the "
             "compile cache: later starts with the same model, device, versions and programs load "
-            "it. Costs serve scheduler.mode=time, snapping, `lab suggest` and `lab simulate`."
+            "it. Costs serve scheduler.mode=time, snapping, `lab suggest` and `lab simulate`. "
+            f"Where steps that were not fitted are off by more than {AIM}, it says so; a table off "
+            f"by more than {LIMIT} is not kept, and the exit code is 1."
         ),
         allow_abbrev=False,
     )
@@ -33,7 +39,11 @@ def register(commands: Any) -> None:
         help="to measure for, at least three rounds; default 90",
     )
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the table there as well")
-    parser.add_argument("--no-keep", action="store_true", help="not beside the compile cache")
+    keep = parser.add_mutually_exclusive_group()
+    keep.add_argument("--no-keep", action="store_true", help="not beside the compile cache")
+    keep.add_argument(
+        "--keep-anyway", action="store_true", help="keep it however far off predictions are"
+    )
     parser.add_argument("--html", type=Path, metavar="FILE", help="write one page with plots")
     parser.add_argument("--json", action="store_true", help="print one object")
     common.add_engine_options(parser)
@@ -51,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
     finally:
         assembly.close()
     _show(args, found, table)
-    return common.DONE
+    return common.SOME_FAILED if _is_refused(args, found) else common.DONE
 
 
 def _measure(
@@ -67,7 +77,13 @@ def _measure(
     except ValueError as error:
         raise common.UsageError(common.one_line(error)) from error
     table = profile_text.table(found, assembly.config.model.name, assembly.cost_facts)
-    places = [args.output, None if args.no_keep else assembly.cost_file]
+    refused = _is_refused(args, found)
+    if refused:
+        common.note(
+            f"not kept: {profile_text.judgement(found)} What was kept before stays; "
+            f"--keep-anyway keeps this one"
+        )
+    places = [args.output, None if args.no_keep or refused else assembly.cost_file]
     for place in [place for place in places if place is not None]:
         try:
             cost_table.save(place, table)
@@ -75,6 +91,15 @@ def _measure(
         except OSError as error:
             raise common.UsageError(f"{place}: {error.strerror or error}") from error
     return found, table
+
+
+def _is_refused(args: argparse.Namespace, found: "Profile") -> bool:
+    """Whether the table is too bad for later starts to load.  A file that --output names is written
+    all the same."""
+    from jaxserve.lab import fit
+
+    useless = fit.verdict(found.held_out) == "useless"
+    return useless and not (args.no_keep or args.keep_anyway)
 
 
 def _show(args: argparse.Namespace, found: "Profile", table: "CostTable") -> None:

@@ -54,7 +54,7 @@ class KVManager:
         windows: Windows = FULL,
         max_chunk: int = 1,
     ) -> None:
-        self.block_size = block_size
+        self.block_size, self.windows = block_size, windows
         # i32[groups, seats, P].  Places before the window of a row name a block that it sees.
         self.tables = np.zeros((len(windows), seats, blocks_per_row), np.int32)
         self._of_group = list(self.tables)  # views: faster than making one a use

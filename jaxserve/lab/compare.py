@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxserve import settings
+from jaxserve.kv.groups import context_tokens
 from jaxserve.lab import latency, stats, trace
 from jaxserve.lab.stats import Contrast, Interval
 from jaxserve.lab.trace import Trace
@@ -207,7 +208,9 @@ def _result(name: str, runs: list[Run], figures: dict[str, Figure]) -> Result:
     header = first.trace.header
     config = settings.loads(header.config)
     blocks, size = config.cache.num_blocks, config.cache.block_size
-    kv: dict[str, float] = {"blocks": blocks, "tokens": blocks * size}
+    longest = config.max_chunk, config.model.max_len
+    tokens = context_tokens(first.trace.windows, blocks, size, *longest)
+    kv: dict[str, float] = {"blocks": blocks, "tokens": tokens}
     if "kv_bytes" in header.facts:
         kv["gib"] = header.facts["kv_bytes"] / (1 << 30)
     reasons = {why for run in runs for why in run.report["budget_unused"]}

@@ -11,8 +11,9 @@ import numpy as np
 
 from jaxserve import settings
 from jaxserve.config import EngineConfig
-from jaxserve.costs import pairs
+from jaxserve.kv.groups import Windows
 from jaxserve.lab import latency
+from jaxserve.lab.shapes import of_step
 from jaxserve.lab.trace import Step, Trace
 from jaxserve.offline.figures import quantile
 
@@ -227,7 +228,7 @@ def time_varies(case: Case) -> Finding | None:
         if not median or high / median <= most:
             continue
         most = high / median
-        explained = _explained(steps, times)
+        explained = _explained(steps, times, case.trace.windows)
         if explained >= EXPLAINS:
             why = f"contexts explain {explained:.0%} of that"
             turn = "let deadlines cut the steps by predicted time: scheduler.mode = time"
@@ -375,10 +376,11 @@ def _stretch(case: Case) -> tuple[float, float]:
     return (statistics.median(ratios) if ratios else 0.0), float(quantile(counts, 0.9) or 0)
 
 
-def _explained(steps: Sequence[Step], times: np.ndarray) -> float:
+def _explained(steps: Sequence[Step], times: np.ndarray, windows: Windows) -> float:
     """Share of the variance of times that contexts explain (R squared of least squares)."""
-    context = [s.context for s in steps]
-    chunk = [sum(pairs(start, n) for _, start, n in s.chunks) for s in steps]
+    shapes = [of_step(step, windows) for step in steps]
+    context = [shape.single_context for shape in shapes]
+    chunk = [shape.chunk_pairs for shape in shapes]
     terms = np.stack([np.ones(len(steps)), np.array(context, float), np.array(chunk, float)], 1)
     terms /= np.maximum(terms.max(axis=0), 1.0)
     fitted = terms @ np.linalg.lstsq(terms, times, rcond=None)[0]

@@ -33,6 +33,19 @@ class Errors:
     steps: int
 
 
+AIM = Errors(0.05, 0.15, 0)  # of steps that were not fitted
+LIMIT = Errors(0.15, 0.45, 0)  # beyond it a table is no use
+
+
+def verdict(found: Errors) -> str:
+    """Of errors on steps that were not fitted: "good", within `AIM`; "rough", within `LIMIT`; else
+    "useless"."""
+    for name, bound in (("good", AIM), ("rough", LIMIT)):
+        if found.median <= bound.median and found.p95 <= bound.p95:
+            return name
+    return "useless"
+
+
 def errors(predicted: Sequence[float], measured: Sequence[float]) -> Errors:
     """Raises ValueError without steps."""
     if not len(measured):

@@ -8,6 +8,7 @@ import numpy as np
 from jaxserve.batch.builder import BatchBuilder
 from jaxserve.batch.step import Batch
 from jaxserve.config import EngineConfig
+from jaxserve.kv.groups import FULL, Windows
 from jaxserve.request import Request, SamplingParams
 from jaxserve.scheduler.plan import Chunk, Decodes, Plan
 
@@ -34,16 +35,16 @@ class Probe(NamedTuple):
 class Probes:
     """Makes batches of probes for a runner of `config`, which is resolved.
 
-    `groups`: of layers, each with a block table of its own.  Every row has KV blocks of its own,
-    as in service: rows that shared them would read faster.
+    `windows`: of the groups of layers, each with a block table of its own.  Every row has KV blocks
+    of its own, as in service: rows that shared them would read faster.
     """
 
-    def __init__(self, config: EngineConfig, vocab_size: int, groups: int = 1) -> None:
+    def __init__(self, config: EngineConfig, vocab_size: int, windows: Windows = FULL) -> None:
         seats, size = config.scheduler.max_seqs, config.cache.block_size
         width = -(-config.model.max_len // size)
         self._config = config
-        self._tables = np.zeros((groups, seats, width), np.int32)
-        self._builder = BatchBuilder(config, self._tables, vocab_size)
+        self._tables = np.zeros((len(windows), seats, width), np.int32)
+        self._builder = BatchBuilder(config, self._tables, vocab_size, windows)
 
     def batch(self, probe: Probe) -> Batch:
         self._lay_blocks(probe)

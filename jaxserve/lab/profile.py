@@ -86,13 +86,13 @@ def profile(
     """
     config, runner, engine = target.config, target.runner, target.engine
     start, rng = clock(), random.Random(seed)
-    groups = len(engine.kv.tables)
-    fits = _Room(config, groups)
+    windows = engine.limits.windows
+    fits = _Room(config, len(windows))
     curves = _curves(config, fits)
     drawn = _drawn(config, fits, rng, FITTED + HELD_OUT)
     probes = list(dict.fromkeys([p for c in curves.values() for s in c.values() for _, p in s]))
     probes = [*(p for p in probes if p not in drawn), *drawn]
-    made = Probes(config, engine.limits.vocab_size, groups)
+    made = Probes(config, engine.limits.vocab_size, windows)
     batches = [made.batch(probe) for probe in probes]
     shapes = [batch.shape for batch in batches]
     rounds: list[list[float]] = []

@@ -6,7 +6,7 @@ from jaxserve.lab import page_parts, svg
 from jaxserve.lab.cost_table import CostTable
 from jaxserve.lab.page_parts import cells, section
 from jaxserve.lab.profile import Point, Profile
-from jaxserve.lab.profile_text import cost_rows, error_rows
+from jaxserve.lab.profile_text import cost_rows, error_rows, judgement
 
 _AXES = {
     "T(bucket)": "Device time of a step against its bucket",
@@ -40,7 +40,8 @@ def _errors(found: Profile) -> str:
         ("", cells(name, f"{known.median:.1%}", f"{known.p95:.1%}", str(known.steps)))
         for name, known in error_rows(found).items()
     ]
-    return page_parts.table(["", "median", "p95", "steps"], rows)
+    words = f"<p>{html.escape(judgement(found))}</p>"
+    return page_parts.table(["", "median", "p95", "steps"], rows) + words
 
 
 def _legend(names: list[str]) -> str:

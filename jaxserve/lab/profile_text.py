@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any
 
 from jaxserve.costs import GROUP, CostModel
+from jaxserve.lab import fit
 from jaxserve.lab.cost_table import CostTable
 from jaxserve.lab.fit import Errors
 from jaxserve.lab.profile import Profile
@@ -12,8 +13,10 @@ from jaxserve.lab.profile import Profile
 def table(found: Profile, model: str, facts: dict[str, Any]) -> CostTable:
     """What later starts load."""
     errors = {name: dataclasses.asdict(known) for name, known in error_rows(found).items()}
+    off = found.held_out
     return CostTable(
-        source=f"jaxserve lab profile, {found.rounds} rounds of {found.shapes} shapes",
+        source=f"jaxserve lab profile, {found.rounds} rounds of {found.shapes} shapes, off by "
+        f"{off.median:.1%} (median) and {off.p95:.1%} (P95)",
         device=str(facts["device"]),
         model=model,
         costs=found.costs,
@@ -29,6 +32,7 @@ def as_object(found: Profile, table: CostTable) -> dict[str, Any]:
         "seconds": found.seconds,
         "costs": dataclasses.asdict(found.costs),
         "errors": table.facts["errors"],
+        "verdict": fit.verdict(found.held_out),
         "curves": {
             plot: {name: [dataclasses.asdict(point) for point in points] for name, points in s}
             for plot, s in ((plot, series.items()) for plot, series in found.curves.items())
@@ -42,7 +46,21 @@ def text(found: Profile, table: CostTable) -> str:
     lines += ["", f"{'error':22}{'median':>8}{'p95':>8}{'steps':>7}"]
     for name, known in error_rows(found).items():
         lines.append(f"{name:22}{known.median:8.1%}{known.p95:8.1%}{known.steps:7}")
-    return "\n".join([*lines, ""])
+    return "\n".join([*lines, "", judgement(found), ""])
+
+
+def judgement(found: Profile) -> str:
+    """A line on how good the table is, and what to do about it."""
+    off, kind = found.held_out, fit.verdict(found.held_out)
+    bound = fit.LIMIT if kind == "useless" else fit.AIM
+    where = "within" if kind == "good" else "beyond"
+    line = f"Held-out shapes are off by {off.median:.1%} (median) and {off.p95:.1%} (P95), {where} "
+    name = "the limit" if kind == "useless" else "the aim"
+    line += f"{name} of {bound.median:.0%} and {bound.p95:.0%}"
+    if kind == "good":
+        return f"{line}."
+    means = "do not rely on this table" if kind == "useless" else "predictions are rough"
+    return f"{line}: {means}; measure on an idle device, or for longer (--seconds)."
 
 
 def cost_rows(costs: CostModel) -> list[tuple[str, str]]:

@@ -120,27 +120,24 @@ def of_trace(loaded: Trace) -> Costs:
     if model is None:
         raise ValueError("the trace has no costs: the run ended before any were measured")
     if not model.host and loaded.steps:
-        model = fitted(loaded.steps, config, model)
+        model = fitted(loaded.steps, config, model, loaded.windows)
     tokens = config.cache.num_blocks * config.cache.block_size
-    windows = tuple(header.facts.get("windows", FULL))
+    windows = loaded.windows
     pool = header.facts.get("kv_bytes", 0)
     facts = Facts(config.model.max_len, pool / tokens * len(windows), pool / GIB, windows=windows)
     return Costs(model, header.device, facts, config)
 
 
-def fitted(steps: Sequence[Step], config: EngineConfig, warm: CostModel) -> CostModel:
+def fitted(
+    steps: Sequence[Step], config: EngineConfig, warm: CostModel, windows: Windows = FULL
+) -> CostModel:
     """Costs of recorded steps.  A bucket that did not occur costs what it did in the warm-up, times
     what service was slower than that in the others."""
     rows = config.buckets.rows
     known = [step for step in steps if step.device > 0]
     shapes = [
-        shapes_of.shape(
-            step.bucket,
-            step.decodes,
-            step.context,
-            [(start, n) for _, start, n in step.chunks],
-            rows=next((size for size in rows if size >= step.sampled), 0) if step.sampled else 0,
-            sampler=step.sampler,
+        shapes_of.of_step(step, windows)._replace(
+            rows=next((size for size in rows if size >= step.sampled), 0) if step.sampled else 0
         )
         for step in known
     ]

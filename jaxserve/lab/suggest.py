@@ -9,10 +9,11 @@ from jaxserve import settings
 from jaxserve.batch import buckets
 from jaxserve.config import EngineConfig
 from jaxserve.costs import CostModel
+from jaxserve.kv.groups import Windows
 from jaxserve.lab import bucket_search, demand
 from jaxserve.lab.bucket_search import Best
 from jaxserve.lab.demand import Demand
-from jaxserve.lab.shapes import shape
+from jaxserve.lab.shapes import of_step
 from jaxserve.lab.trace import Step, Trace
 from jaxserve.scheduler import snap
 
@@ -116,7 +117,7 @@ class _Judge:
         self.demands = demand.of_steps(trace.steps, budget)
         self.rows = demand.of_rows(trace.steps)
         # A step costs at least its tokens; what it costs on top no bucket changes.
-        self.attention_s = sum(_attention(step, model) for step in trace.steps)
+        self.attention_s = sum(_attention(step, model, trace.windows) for step in trace.steps)
         exact = {d.tokens: prices.token_s(d.tokens) for d in self.demands}
         self.ideal_s = sum(count * exact[d.tokens] for d, count in self.demands.items())
         self.ideal_s += sum(n * prices.row_s(kind, rows) for (kind, rows), n in self.rows.items())
@@ -246,11 +247,7 @@ def _row_sets(judge: _Judge, sizes: tuple[int, ...], most: int) -> list[tuple[in
     return found
 
 
-def _attention(step: Step, model: CostModel | None) -> float:
+def _attention(step: Step, model: CostModel | None, windows: Windows) -> float:
     if model is None:
         return 0.0
-    chunks = [(start, n) for _, start, n in step.chunks]
-    rows = step.sampled
-    return model.attention_s(
-        shape(step.bucket, step.decodes, step.context, chunks, rows=rows, sampler=step.sampler)
-    )
+    return model.attention_s(of_step(step, windows))

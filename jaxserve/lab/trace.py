@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from jaxserve.costs import CostModel
+from jaxserve.kv.groups import FULL, Windows
 
 FORMAT = 1
 FLUSH_EVERY = 256  # steps that a killed process may lose
@@ -106,6 +107,11 @@ class Trace(msgspec.Struct, frozen=True):
     header: Header
     steps: list[Step]
     requests: list[RequestRow]
+
+    @property
+    def windows(self) -> Windows:
+        """Of the model's groups of layers."""
+        return tuple(self.header.facts.get("windows", FULL))
 
 
 class Writer:

@@ -113,7 +113,15 @@ def bound(points: Sequence[Point], tpot_ms: float | None) -> int | None:
 def _full_step_s(load: Load, budget: int, seqs: int) -> float:
     chunks = [(0, budget - seqs)] if budget > seqs else []
     context = seqs * load.context
-    step = shape(budget, seqs, context, chunks, rows=seqs, sampler=load.sampler)
+    step = shape(
+        budget,
+        seqs,
+        context,
+        chunks,
+        rows=seqs,
+        sampler=load.sampler,
+        windows=load.facts.windows,
+    )
     return load.model.predict(step)
 
 
@@ -145,29 +153,39 @@ def plan(config: EngineConfig, load: Load, limits: Limits) -> Plan:
 
 def sweep(config: EngineConfig, load: Load, limit: int | None, limits: Limits) -> list[Simulated]:
     """What runs now, budgets with seats, and then partial prefills with the best of these; all that
-    can run the load, the best first.  `limit`: see `bound`."""
-    base = current(config)
+    can run the load, the best first.  Of those that come to the same settings only one is there,
+    what runs now before others.  `limit`: see `bound`."""
+    base, known = current(config), dict[str, Simulated]()
     most = min(_BEYOND * (limit or BUDGETS[0]), load.facts.max_len)
-    found = _simulate(config, load, [base], limits)
+    found = _simulate(config, load, [base], limits, known)
     for budget in (b for b in BUDGETS if b <= most):
         for seqs in (s for s in SEQS if s <= budget):
-            tried = _simulate(config, load, [Candidate(budget, seqs, base.partials)], limits)
+            candidate = Candidate(budget, seqs, base.partials)
+            tried = _simulate(config, load, [candidate], limits, known)
             found += tried
             if not tried or tried[0].used < seqs:
                 break  # more seats would change nothing
     best = [one.candidate for one in _ranked(found)[:_FINALISTS]]
     others = [dataclasses.replace(one, partials=p) for one in best for p in PARTIALS]
-    known = {one.candidate for one in found}
-    return _ranked(found + _simulate(config, load, [c for c in others if c not in known], limits))
+    return _ranked(found + _simulate(config, load, others, limits, known))
 
 
 def _simulate(
-    config: EngineConfig, load: Load, tried: Sequence[Candidate], limits: Limits
+    config: EngineConfig,
+    load: Load,
+    tried: Sequence[Candidate],
+    limits: Limits,
+    known: dict[str, Simulated],
 ) -> list[Simulated]:
+    """`known`: by resolved settings, what was simulated before; new ones are put there."""
     found: list[Simulated] = []
     for candidate in tried:
         with contextlib.suppress(ValueError):  # too few blocks for a prompt: it cannot run
-            found.append(_run(config, load, candidate, limits))
+            made = resolved(settings.assign(config, candidate.options), load.facts)
+            key = settings.dump(made)
+            if key not in known:
+                known[key] = _run(config, load, candidate, limits)
+            found.append(known[key])
     return found
 
 

@@ -9,7 +9,8 @@ from jaxserve.batch.samples import SeatTable
 from jaxserve.batch.shape import shape_of
 from jaxserve.batch.step import Batch, StepResult
 from jaxserve.config import EngineConfig
-from jaxserve.costs import CostModel
+from jaxserve.costs import CostModel, no_step
+from jaxserve.kv.groups import FULL, Windows
 from jaxserve.scheduler.plan import Ints, Plan
 from model_zoo.step_inputs import StepInputs
 
@@ -32,9 +33,12 @@ class ShapeBuilder:
     """Batches without arrays: a device that is not there reads only their shape.  Made as a
     `BatchBuilder` is, and their shapes are the same."""
 
-    def __init__(self, config: EngineConfig, tables: Ints, vocab_size: int) -> None:
+    def __init__(
+        self, config: EngineConfig, tables: Ints, vocab_size: int, windows: Windows = FULL
+    ) -> None:
         self._rows = config.buckets.rows
         self._seat_table = SeatTable(config, vocab_size)
+        self._empty = no_step(windows)
 
     def build(self, plan: Plan) -> Batch:
         for request in plan.admitted:
@@ -57,7 +61,7 @@ class ShapeBuilder:
             logprobs=False,
             scores=(),
             resets=(),
-            shape=shape_of(plan, rows, sampler),
+            shape=shape_of(plan, rows, sampler, self._empty),
         )
 
 

@@ -106,11 +106,12 @@ def devices(target: Target) -> list[Any]:
     if target.chip == "cpu":
         return jax.devices("cpu")
     if target.platform == "tpu":
-        name = f"{target.chip}:{target.topology}"
-        options = figures.get("options", {})
-        if name == "v5e:1x1":  # some versions of libtpu know no single chip of it
-            return topologies.get_topology_desc("v5e:2x2", platform="tpu").devices[:1]
-        return list(topologies.get_topology_desc(name, platform="tpu", **options).devices)
+        axes, options = target.topology.split("x"), figures.get("options", {})
+        if set(axes) == {"1"}:  # some versions of libtpu know no single chip, so: of the least host
+            axes = ["2", "2", *axes[2:]]
+        name = f"{target.chip}:{'x'.join(axes)}"
+        found = topologies.get_topology_desc(name, platform="tpu", **options).devices
+        return list(found[: num_devices(target)])
     config = _gpu_config(figures)
     topology = f"1x1x{target.topology}"
     described = topologies.get_topology_desc(

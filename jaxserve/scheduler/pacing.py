@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from jaxserve.config import EngineConfig
-from jaxserve.costs import NO_STEP, OnlineCosts
+from jaxserve.costs import OnlineCosts, StepShape
 from jaxserve.request import SAMPLERS, Request
 from jaxserve.scheduler import time_budget
 from jaxserve.scheduler.plan import Bools, Chunk, Decodes
@@ -17,14 +17,15 @@ FRONT = 16  # waiting requests that are looked at
 
 class Pacing:
     """`begin` is always when a step is expected to begin on the device; the engine's clock.
-    A decode waits for at most `aging_steps` steps in a row.
+    A decode waits for at most `aging_steps` steps in a row.  `empty`: as in `Price`.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, empty: StepShape) -> None:
         seats = config.scheduler.max_seqs
         self._margin = config.slo.margin
         self._aging_steps = config.scheduler.aging_steps
         self._sizes, self._rows = config.buckets.tokens, config.buckets.rows
+        self._empty = empty
         self._anchor = np.full(seats, math.inf)
         self._tpot = np.full(seats, math.inf)
         self._prompt = np.zeros(seats, np.int32)
@@ -47,7 +48,7 @@ class Pacing:
         order."""
         seats, contexts = decodes.seats, decodes.starts + 1
         sampler = SAMPLERS[int(self._level[seats].max(initial=0))]
-        price = Price(costs.predict, self._sizes, self._rows, sampler)
+        price = Price(costs.predict, self._sizes, self._rows, sampler, self._empty)
         done = (contexts - self._prompt[seats]).astype(np.float64)
         due = self._anchor[seats] + done * self._tpot[seats]
         gap_due = self._last[seats] + self._tpot[seats]
@@ -61,7 +62,7 @@ class Pacing:
         waits = np.zeros(len(seats), np.bool_)
         waits[list(pace.held)] = True
         waits &= self._waited[seats] < self._aging_steps
-        time = StepTime(price, NO_STEP.with_singles(contexts[~waits]), pace.end - begin)
+        time = StepTime(price, self._empty.with_singles(contexts[~waits]), pace.end - begin)
         if not waits.any():
             return time, None
         held = np.zeros(len(self._last), np.bool_)

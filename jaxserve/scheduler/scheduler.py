@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from jaxserve.config import EngineConfig
-from jaxserve.costs import NO_STEP, OnlineCosts
+from jaxserve.costs import OnlineCosts, no_step
 from jaxserve.kv.manager import KVManager
 from jaxserve.request import SAMPLERS, Output, Request, SeatProgress, Status
 from jaxserve.scheduler import policy, snap
@@ -48,7 +48,8 @@ class Scheduler:
         # Whole chunks of one size (SARATHI, or canonical borders) instead of whatever fits.
         self._equal_chunks = rules.mode == "fixed" or config.runner.deterministic
         self._one_prefill = rules.mode == "fixed"
-        self._pacing = Pacing(config) if rules.mode == "time" else None
+        self._empty = no_step(kv.windows)
+        self._pacing = Pacing(config, self._empty) if rules.mode == "time" else None
         by_deadline = rules.mode == "time" and rules.policy == "fcfs"
         dynamic = self._pacing is None and not self._equal_chunks
         self._stall_limit = rules.stall_limit if dynamic else 0.0
@@ -221,8 +222,9 @@ class Scheduler:
         contexts = draft.decodes.starts + 1
         few = 0 < len(prefills) + self.num_waiting <= FEW_PROMPTS
         if self._stall_limit and few and len(contexts) and self._online is not None:
-            price = Price(self._online.predict, self._sizes, self._row_sizes, SAMPLERS[0])
-            load = NO_STEP.with_singles(contexts)
+            predict, rows = self._online.predict, self._row_sizes
+            price = Price(predict, self._sizes, rows, SAMPLERS[0], self._empty)
+            load = self._empty.with_singles(contexts)
             limit = self._stall_limit * price.seconds(load, len(contexts))
             start = prefills[0].num_computed if prefills else 0
             least = price.efficient(load, start, EFFICIENT)

@@ -54,7 +54,8 @@ class Pace(NamedTuple):
 
 
 class Price:
-    """Seconds of steps.  `predict` is a cost model's, `sizes` and `rows` are the buckets."""
+    """Seconds of steps.  `predict` is a cost model's, `sizes` and `rows` are the buckets, `empty`
+    is a step of nothing, of the model's windows."""
 
     def __init__(
         self,
@@ -62,9 +63,10 @@ class Price:
         sizes: Sequence[int],
         rows: Sequence[int],
         sampler: str,
+        empty: StepShape = NO_STEP,
     ) -> None:
         self._predict, self.sizes, self._rows = predict, sizes, rows
-        self._sampler = sampler
+        self._sampler, self.empty = sampler, empty
 
     def seconds(self, load: StepShape, samples: int) -> float:
         """Of a step with the rows of `load`, of which `samples` sample."""
@@ -145,7 +147,7 @@ class StepTime:
 
 def decide(begin: float, decoders: Decoders, prompts: Sequence[Prompt], price: Price) -> Pace:
     """The pace of a step that begins at `begin`; `prompts` in the order in which they run."""
-    load = NO_STEP.with_singles(decoders.contexts)
+    load = price.empty.with_singles(decoders.contexts)
     alone = price.seconds(load, len(decoders.due))
     together = begin + alone <= decoders.due.min(initial=math.inf)
     split = not together and _can_take_turns(begin, decoders, price)
@@ -169,10 +171,11 @@ def _can_take_turns(begin: float, decoders: Decoders, price: Price) -> bool:
     order = np.argsort(decoders.due, kind="stable").tolist()
     while order:
         end = float(decoders.due[order[0]])
-        count = _most_decodes(begin, end, NO_STEP, 0, decoders, order, price)
+        count = _most_decodes(begin, end, price.empty, 0, decoders, order, price)
         if not count:
             return False
-        begin += price.seconds(NO_STEP.with_singles(decoders.contexts[order[:count]]), count)
+        load = price.empty.with_singles(decoders.contexts[order[:count]])
+        begin += price.seconds(load, count)
         order = order[count:]
     return True
 
@@ -198,7 +201,7 @@ def _seconds_alone(prompt: Prompt, price: Price) -> float:
     seconds = 0.0
     while pending > 0:
         tokens = min(pending, most)
-        load = NO_STEP.with_chunk(start, tokens)
+        load = price.empty.with_chunk(start, tokens)
         seconds += price.seconds(load, int(tokens == pending))
         start, pending = start + tokens, pending - tokens
     return seconds
@@ -212,7 +215,7 @@ def _apart(begin: float, end: float, load: StepShape, prompt: Prompt, price: Pri
         return False
     samples = int(tokens == prompt.pending)
     mixed = price.seconds(load.with_chunk(prompt.start, tokens), load.singles + samples)
-    pure = price.seconds(NO_STEP.with_chunk(prompt.start, tokens), samples)
+    pure = price.seconds(price.empty.with_chunk(prompt.start, tokens), samples)
     both = pure + price.seconds(load, load.singles)
     return both < APART * mixed and begin + both <= end
 
@@ -300,7 +303,7 @@ def _waiting(
     """The decodes that wait when tokens go by deadline until the step is full at `end`."""
     order = np.argsort(decoders.due, kind="stable").tolist()
     dues = decoders.due[order]
-    load, samples, taken = NO_STEP, 0, 0
+    load, samples, taken = price.empty, 0, 0
     for prompt in sorted(prompts, key=lambda prompt: prompt.due):
         before = int(np.searchsorted(dues, prompt.due, side="right"))
         count = _most_decodes(begin, end, load, samples, decoders, order[taken:before], price)

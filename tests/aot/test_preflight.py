@@ -169,6 +169,25 @@ def test_the_lints_find_what_they_are_for():
 
 
 @TPU
+@pytest.mark.parametrize(
+    "name", ["v4:1x1x1", "v5e", "v5p:1x1x1", "v6e:1x1", "tpu7x:1x1x1", "v6e:2x4"]
+)
+def test_a_single_chip_of_any_kind_can_be_compiled_for(name: str):
+    """libtpu 0.0.48 describes none: "not divisible by chips_per_host_bounds 2x2x1"."""
+    code = (
+        "import json; from jaxserve.preflight import target; wanted = target.parse({!r}); "
+        "target.set_environment(wanted, 0); found = target.devices(wanted); "
+        "print(json.dumps([target.num_devices(wanted), [list(d.coords) for d in found]]))"
+    )
+    command = [sys.executable, "-c", code.format(name)]
+    ran = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=600)
+    assert ran.returncode == 0, ran.stderr
+    count, coords = json.loads(ran.stdout.splitlines()[-1])
+    assert len(coords) == count
+    assert len(set(map(tuple, coords))) == (8 if name == "v6e:2x4" else 1), "of one chip"
+
+
+@TPU
 @pytest.mark.slow
 def test_the_largest_pool_compiles_and_a_larger_one_does_not_fit(model: str):
     found = report("--target", "v5e:1x1", "--model", model, "--max-kv", *SETTINGS)

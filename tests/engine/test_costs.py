@@ -71,7 +71,8 @@ def test_pieces_are_those_of_attention_in_xla():
 
 @pytest.mark.parametrize("tokens", [2, 63, 64, 65, 191, 192, 255, 256, 257, 448, 512, 700])
 @pytest.mark.parametrize("start", [0, 100, 1000])
-def test_pairs_are_those_of_the_tiles_that_run(tokens: int, start: int):
+@pytest.mark.parametrize("window", [None, 1, 300, 512])
+def test_pairs_are_those_of_the_tiles_that_run(tokens: int, start: int, window: int | None):
     rows = Rows(
         jnp.zeros((1, 1), jnp.int32),
         jnp.array([0, tokens]),
@@ -82,6 +83,7 @@ def test_pairs_are_those_of_the_tiles_that_run(tokens: int, start: int):
     total, at = 0, start
     for (size, span), count in zip(TILES, counts, strict=True):
         for _ in range(int(np.asarray(count)[0])):
+            low = 0 if window is None else max(0, at + 1 - window) // span
             at += size
-            total += size * span * -(-min(at, start + tokens) // span)
-    assert tile_pairs(start, tokens) == total
+            total += size * span * (-(-min(at, start + tokens) // span) - low)
+    assert tile_pairs(start, tokens, window) == total

@@ -8,7 +8,7 @@ import numpy as np
 from jaxserve.batch.buckets import resolve
 from jaxserve.batch.step import Batch, StepResult
 from jaxserve.config import EngineConfig
-from jaxserve.costs import NO_STEP, CostModel, StepShape
+from jaxserve.costs import CostModel, StepShape, no_step
 from jaxserve.engine import Engine, ModelLimits
 from jaxserve.kv.groups import FULL, Windows
 from jaxserve.lab import trace
@@ -27,13 +27,13 @@ class Clock:
         return self.now
 
 
-def shape_of_batch(batch: Batch) -> StepShape:
+def shape_of_batch(batch: Batch, windows: Windows = FULL) -> StepShape:
     """From the arrays alone, by other code than the builder's."""
     x = batch.inputs
     counts = np.diff(x.query_starts)
     lens = x.kv_lens[counts > 0]
     counts = counts[counts > 0]
-    shape = NO_STEP.with_singles(lens[counts == 1])
+    shape = no_step(windows).with_singles(lens[counts == 1])
     for length, count in zip(lens[counts > 1].tolist(), counts[counts > 1].tolist(), strict=True):
         shape = shape.with_chunk(length - count, count)
     return shape._replace(bucket=batch.token_bucket, rows=batch.row_bucket, sampler=batch.sampler)

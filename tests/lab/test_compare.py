@@ -10,8 +10,11 @@ import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
+import msgspec
 import pytest
 
+from jaxserve import settings
+from jaxserve.kv.groups import row_blocks
 from jaxserve.lab import bench_process, compare, compare_html, compare_text, page_parts
 from jaxserve.lab.compare import Comparison, Run, RunFailed, Variant
 from tests.cli.test_bench import lines, write
@@ -143,6 +146,22 @@ def test_per_bucket_figures_add_up(trace_of_a_run):
         padded = sum(s.bucket - s.tokens for s in steps if s.bucket == bucket)
         assert entry["token_waste"] == pytest.approx(padded / (entry["steps"] * bucket))
     assert result.itl_ms == sorted(result.itl_ms) and len(result.ttft_ms) == 101
+
+
+@pytest.mark.parametrize("windows", [(None,), (None, None), (16, None, 16)])
+def test_a_token_takes_a_block_in_every_group_of_layers(trace_of_a_run, windows):
+    """The pool of a model with windows is told in tokens of requests of the longest kind."""
+    facts = {**trace_of_a_run.header.facts, "windows": list(windows)}
+    header = msgspec.structs.replace(trace_of_a_run.header, facts=facts)
+    run = msgspec.structs.replace(trace_of_a_run, header=header)
+    result = compared(run, {"a": [1.0, 1.0], "b": [1.0, 1.0]}).results[0]
+    of = settings.loads(header.config)
+    pool, size, longest = of.cache.num_blocks, of.cache.block_size, of.model.max_len
+    tokens = pool * size // len(windows)
+    if 16 in windows:
+        tokens = pool * longest // row_blocks(windows, longest, size, of.max_chunk)
+        assert pool * size / 3 < tokens
+    assert result.kv["tokens"] == tokens and result.kv["blocks"] == pool
 
 
 class Page(html.parser.HTMLParser):

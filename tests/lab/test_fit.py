@@ -1,12 +1,14 @@
 """The fit finds the costs that made the data, under noise and pauses of the machine, and says how
 far it is off."""
 
+import dataclasses
 import random
 
 import numpy as np
 import pytest
 
-from jaxserve.costs import NO_STEP, CostModel, StepShape
+from jaxserve.costs import CostModel, StepShape, no_step
+from jaxserve.kv.groups import FULL, Windows
 from jaxserve.lab import fit
 
 SIZES, ROWS = (8, 16, 64, 256), (8, 32)
@@ -22,13 +24,13 @@ TRUTH = CostModel(
 )
 
 
-def shapes(count: int, seed: int) -> list[StepShape]:
+def shapes(count: int, seed: int, windows: Windows = FULL) -> list[StepShape]:
     rng = random.Random(seed)
     found = []
     while len(found) < count:
         rows = rng.choice([0, rng.randint(1, 32)])
         contexts = np.array([rng.randint(1, 3000) for _ in range(rows)], np.int32)
-        shape = NO_STEP.with_singles(contexts)
+        shape = no_step(windows).with_singles(contexts)
         for _ in range(rng.randint(0, 2)):
             room = SIZES[-1] - shape.tokens
             shape = shape.with_chunk(rng.choice([0, rng.randint(0, 3000)]), rng.randint(2, room))
@@ -50,6 +52,18 @@ def test_costs_without_noise_are_found_again():
         assert found.predict(shape) == pytest.approx(TRUTH.predict(shape), rel=1e-4)
     assert found.program == pytest.approx(TRUTH.program, rel=1e-3)
     assert found.single_context == pytest.approx(0, abs=1e-9)
+
+
+def test_layers_with_windows_are_fitted_by_what_they_see():
+    windows, costly = (256, 256, None), dataclasses.replace(TRUTH, turn_row=2e-4, tile_pair=2e-8)
+    seconds = [costly.predict(shape) for shape in shapes(200, 8, windows)]
+    fresh = shapes(100, 9, windows)
+    truth = [costly.predict(shape) for shape in fresh]
+    found = fit.fit(shapes(200, 8, windows), seconds)
+    assert fit.errors([found.predict(shape) for shape in fresh], truth).p95 < 1e-3
+    blind = fit.fit(shapes(200, 8), seconds)  # as if every layer read whole contexts
+    off = fit.errors([blind.predict(shape) for shape in shapes(100, 9)], truth)
+    assert off.p95 > 0.05
 
 
 def test_noise_and_pauses_leave_a_model_that_predicts():

@@ -13,7 +13,7 @@ import pytest
 
 from jaxserve.batch.step import Batch
 from jaxserve.config import BucketConfig, CacheConfig, EngineConfig, SchedulerConfig
-from jaxserve.lab import cost_table, profile, profile_html, profile_text
+from jaxserve.lab import cost_table, fit, profile, profile_html, profile_text
 from jaxserve.lab.probes import Probe, Probes
 from jaxserve.lab.profile import Profile, Target
 from tests.lab.rigs import Rig, shape_of_batch
@@ -71,7 +71,9 @@ def test_what_was_drawn_is_what_the_batch_says():
         assert shape.tokens == probe.tokens and shape.sampler == probe.sampler
         slots = batch.inputs.slots[: probe.tokens]
         assert len(set(slots.tolist())) == probe.tokens
-    batch = Probes(rig_config, 50, groups=3).batch(Probe((5, 700), ((0, 30),), "greedy"))
+    batch = Probes(rig_config, 50, windows=(None, 40, 40)).batch(
+        Probe((5, 700), ((0, 30),), "greedy")
+    )
     slots = batch.inputs.slots[:, :32].ravel()
     assert batch.inputs.slots.shape[0] == 3 and len(set(slots.tolist())) == len(slots)
 
@@ -147,6 +149,45 @@ def test_the_command_writes_table_and_page(jaxserve, assembled, tmp_path: Path):
     assert assembled[0].runner.closed
     text = jaxserve("lab", "profile", *options).out
     assert "held-out shapes" in text and "program[64]" in text
+
+
+@pytest.mark.parametrize(
+    "median, p95, verdict",
+    [
+        (0.05, 0.15, "good"),
+        (0.051, 0.1, "rough"),
+        (0.01, 0.151, "rough"),
+        (0.15, 0.45, "rough"),
+        (0.151, 0.2, "useless"),
+        (0.01, 0.451, "useless"),
+    ],
+)
+def test_a_table_that_predicts_badly_is_called_so_and_one_far_off_is_not_kept(
+    jaxserve, assembled, tmp_path: Path, monkeypatch, median: float, p95: float, verdict: str
+):
+    kept, out, original = tmp_path / "costs" / "k.json", tmp_path / "o.json", profile.profile
+
+    def far_off(*args, **options) -> Profile:
+        assembled[-1].cost_file = kept
+        found = original(*args, **options)
+        return dataclasses.replace(found, held_out=fit.Errors(median, p95, 24))
+
+    monkeypatch.setattr(profile, "profile", far_off)
+    options = ("--seconds", "0.01", "--set", "scheduler.token_budget=64", "--output", out)
+    page = tmp_path / "p.html"
+    ran = jaxserve("lab", "profile", *options, "--html", page)
+    useless = verdict == "useless"
+    assert ran.code == int(useless) and out.exists() and kept.exists() != useless
+    assert (f"not kept: Held-out shapes are off by {median:.1%}" in ran.err) == useless
+    bound = {"good": "within the aim of 5% and 15%", "rough": "beyond the aim of 5% and 15%"}
+    for text in (ran.out, page.read_text()):
+        assert bound.get(verdict, "beyond the limit of 15% and 45%") in text
+        assert ("idle device" in text) == (verdict != "good")
+    assert f"off by {median:.1%} (median) and {p95:.1%} (P95)" in cost_table.load(out).source
+    if useless:
+        assert jaxserve("lab", "profile", *options, "--no-keep").code == 0 and not kept.exists()
+        ran = jaxserve("lab", "profile", *options, "--keep-anyway", "--json")
+        assert ran.code == 0 and kept.exists() and json.loads(ran.out)["verdict"] == verdict
 
 
 @pytest.mark.parametrize(

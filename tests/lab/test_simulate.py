@@ -12,6 +12,7 @@ from jaxserve.batch.builder import BatchBuilder
 from jaxserve.config import CacheConfig, EngineConfig, RunnerConfig, SchedulerConfig
 from jaxserve.costs import CostModel
 from jaxserve.engine import Engine
+from jaxserve.kv.groups import Windows
 from jaxserve.lab import arrivals, cost_table, simulate, subject
 from jaxserve.lab.arrivals import Arrival
 from jaxserve.lab.virtual import ShapeBuilder
@@ -63,17 +64,20 @@ def test_without_overlap_the_host_is_waited_for():
     assert ends[False] - ends[True] == pytest.approx(19 * 0.003, rel=0.01)
 
 
+@pytest.mark.parametrize("windows", [(None,), (None, 40, 40)])
 @pytest.mark.parametrize("sampler", ["greedy", "random"])
-def test_a_step_without_arrays_has_the_shape_of_the_arrays_of_its_plan(monkeypatch, sampler: str):
+def test_a_step_without_arrays_has_the_shape_of_the_arrays_of_its_plan(
+    monkeypatch, sampler: str, windows: Windows
+):
     seen, builders = [], []
 
-    def make(config, tables, vocab):
-        builders.append((BatchBuilder(config, tables, vocab), ShapeBuilder(config, tables, vocab)))
+    def make(*of):
+        builders.append((BatchBuilder(*of), ShapeBuilder(*of)))
         return types.SimpleNamespace(build=build)
 
     def build(plan):
         full, without = (builder.build(plan) for builder in builders[0])
-        seen.append(shape_of_batch(full))
+        seen.append(shape_of_batch(full, windows))
         assert full.shape == without.shape == seen[-1]
         assert (full.sampler, full.num_samples) == (without.sampler, without.num_samples)
         return without
@@ -82,7 +86,9 @@ def test_a_step_without_arrays_has_the_shape_of_the_arrays_of_its_plan(monkeypat
     drawn = arrivals.generated(
         60, 100.0, arrivals.lengths("1..300", 900), arrivals.lengths("1..40", 900), burst=5
     )
-    played = simulate.play(config(rules={"max_seqs": 7}), MODEL, drawn, sampler=sampler)
+    played = simulate.play(
+        config(rules={"max_seqs": 7}), MODEL, drawn, sampler=sampler, windows=windows
+    )
     assert seen == [step.shape for step in played.steps]
     assert any(shape.chunks > 1 for shape in seen) and any(shape.singles > 5 for shape in seen)
     assert {shape.sampler for shape in seen} == {"none", sampler}

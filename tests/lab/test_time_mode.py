@@ -1,6 +1,7 @@
 """Mode time where a long prompt comes beside streams, in virtual time with the costs that
 `lab profile` measured for the default model on two slow cores (float32, KV in bfloat16)."""
 
+import dataclasses
 import functools
 
 import pytest
@@ -51,6 +52,25 @@ def test_a_long_prompt_breaks_the_pace_of_the_token_budget_only(ttft_s: float, t
     assert 2 * tpot_ms < p99 < most
     p99, most, first = gaps("time", ttft_s, tpot_ms)
     assert p99 <= most <= tpot_ms and first <= ttft_s
+
+
+def test_contexts_beyond_a_window_do_not_slow_the_pace():
+    """Contexts of 1,500 take 0.48 s where all of it is read and 0.04 s in a window of 128, so every
+    step can keep TPOT."""
+    tpot_ms = 600
+    costs = dataclasses.replace(CPU, single_context=2e-5, turn_row=0.0)
+    config = EngineConfig(
+        cache=CacheConfig(num_blocks=2000),
+        scheduler=SchedulerConfig(mode="time", token_budget=512, max_seqs=32, stall_limit=0),
+        buckets=BucketConfig(TOKENS, ROWS),
+        slo=SloConfig(ttft_ms=60_000, tpot_ms=tpot_ms),
+    )
+    streams = [Arrival(0.0, 1500, 400)] * 16
+    made = resolve(config, 4096, 1 << 20, windows=(128,))
+    played = simulate.play(made, costs, [*streams, LONG], windows=(128,))
+    mixed = [step for step in played.steps if step.decode_tokens == 16 and step.prefill_tokens]
+    assert len(mixed) > 3
+    assert 0.6 * tpot_ms < 1e3 * max(step.device_s for step in mixed) <= tpot_ms
 
 
 def test_a_prompt_in_a_hurry_takes_of_the_lead_what_it_needs():

@@ -74,6 +74,32 @@ def test_budgets_are_simulated_with_the_buckets_that_this_device_has(single: boo
     assert {1 in buckets.tokens and 1 in buckets.rows for buckets in seen} == {single}
 
 
+@pytest.mark.parametrize("budget, seqs", [(32, 64), (512, 64), (128, 4000)])
+def test_what_comes_to_the_same_settings_is_neither_simulated_nor_measured_twice(
+    budget: int, seqs: int, monkeypatch
+):
+    """Seats are cut to the budget.  More seats than the twin's are still tried."""
+    played: list[EngineConfig] = []
+
+    def play(config: EngineConfig, *args, **options):
+        played.append(config)
+        return original(config, *args, **options)
+
+    original = tune.simulate.play
+    monkeypatch.setattr(tune.simulate, "play", play)
+    rules = SchedulerConfig(token_budget=budget, max_seqs=seqs)
+    now = dataclasses.replace(CONFIG, scheduler=rules)
+    prompts, outputs = arrivals.lengths("20..60", 4000), arrivals.lengths("100..200", 4000)
+    many = Load(arrivals.generated(100, 1000.0, prompts, outputs), MODEL, FACTS)
+    found = tune.plan(now, many, Limits(1000, None)).simulated
+    assert len({settings.dump(config) for config in played}) == len(played) == len(found)
+    base = tune.current(now)
+    tried = tune.best_few(found, base, len(found))
+    made = [settings.dump(tune.resolved(settings.assign(now, c.options), FACTS)) for c in tried]
+    assert tried[0] == base and len(set(made)) == len(made) > 5
+    assert {c.seqs for c in tried if c.budget == 512} >= {16, 32, 64, 128}
+
+
 def test_few_are_measured_what_runs_now_first():
     reports = {"goodput": {"requests_per_s": 1.0}, "output_tokens_per_s": 1, "ttft_s": {"p99": 1}}
     tried = [Candidate(64, 8, p) for p in (1, 2, 8)] + [Candidate(512, 64, 8), Candidate(128, 8, 1)]

@@ -9,6 +9,7 @@ from jaxserve.config import (
     SchedulerConfig,
 )
 from jaxserve.engine import Engine, ModelLimits
+from jaxserve.kv.groups import FULL
 from jaxserve.metrics import StepRecord
 from jaxserve.request import Request, SamplingParams
 from tests.simulation.hash_runner import HashRunner
@@ -23,6 +24,7 @@ def make(
     deterministic = rules.pop("deterministic", False)
     prefix_caching = rules.pop("prefix_caching", True)
     max_len = rules.pop("max_len", MAX_LEN)
+    windows = rules.pop("windows", FULL)
     config = resolve(
         EngineConfig(
             model=ModelConfig(max_len=max_len),
@@ -34,10 +36,12 @@ def make(
         ),
         MAX_LEN,
         1,
+        windows=windows,
     )
-    runner = HashRunner(blocks, block_size, config.scheduler.max_seqs, VOCAB)
+    runner = HashRunner(blocks, block_size, config.scheduler.max_seqs, VOCAB, windows=windows)
     records: list[StepRecord] = []
-    engine = Engine(config, runner, ModelLimits(VOCAB, frozenset({3})), on_step=records.append)
+    limits = ModelLimits(VOCAB, frozenset({3}), windows)
+    engine = Engine(config, runner, limits, on_step=records.append)
     return engine, runner, records
 
 

@@ -17,6 +17,7 @@ from jaxserve.costs import (
     CostModel,
     OnlineCosts,
     StepShape,
+    no_step,
     pairs,
     tile_pairs,
     turns,
@@ -135,6 +136,56 @@ def test_whole_tiles_hold_every_pair(start: int, tokens: int):
     assert filled <= (tokens + large) * (start + tokens + wide)
     if tokens <= small:
         assert filled == small * -(-(start + tokens) // SPAN) * SPAN
+
+
+@given(st.integers(0, 300), st.integers(1, 300), st.integers(1, 200))
+def test_a_token_sees_no_further_than_its_window(start: int, tokens: int, window: int):
+    seen = sum(min(at + 1, window) for at in range(start, start + tokens))
+    assert pairs(start, tokens, window) == seen
+    assert pairs(start, tokens, start + tokens) == pairs(start, tokens)
+
+
+@given(st.lists(st.integers(1, 2000), max_size=40), st.integers(1, 1500))
+def test_turns_begin_with_the_window_of_the_shortest_of_a_group(contexts: list[int], window: int):
+    rows = sorted(contexts, reverse=True)
+    total = 0
+    for at in range(0, len(rows), GROUP):
+        group = rows[at : at + GROUP]
+        total += len(range(max(0, group[-1] - window) // SPAN, -(-group[0] // SPAN)))
+    assert turns(np.array(contexts, np.int32), window) == total
+
+
+@given(st.integers(0, 3000), st.integers(2, 900), st.integers(1, 2000))
+def test_windowed_tiles_hold_every_pair_that_is_seen(start: int, tokens: int, window: int):
+    filled = tile_pairs(start, tokens, window)
+    assert pairs(start, tokens, window) <= filled <= tile_pairs(start, tokens)
+    (large, wide), _ = TILES
+    assert filled <= (tokens + large) * (window + large + 2 * wide)
+
+
+@pytest.mark.parametrize("term", ["single_context", "chunk_pair", "turn_row", "tile_pair"])
+def test_costs_stop_growing_at_the_window(term: str):
+    model, window = CostModel((64,), (0.01,), **{term: 1e-6}), 256
+
+    def seconds(windows: tuple[int | None, ...], context: int) -> float:
+        shape = no_step(windows).with_singles(np.full(20, context, np.int32))
+        return model.attention_s(shape.with_chunk(context, 40)._replace(bucket=64))
+
+    far, further = 1024, 8192  # where turns begin alike
+    assert seconds((window,), 64) < seconds((window,), window) <= seconds((window,), far)
+    assert seconds((window,), far) == seconds((window,), further)
+    assert seconds((None,), far) < 0.2 * seconds((None,), further)
+    mixed = (2 * seconds((window,), further) + seconds((None,), further)) / 3
+    assert seconds((window, None, window), further) == pytest.approx(mixed)
+
+
+def test_a_model_without_windows_reads_whole_contexts():
+    assert no_step((None,)) == no_step((None, None)) == NO_STEP
+    same = no_step((5000, None))  # a window that nobody reaches
+    for empty in (NO_STEP, same):
+        shape = empty.with_singles(np.array([7, 900], np.int32)).with_chunk(1000, 70)
+        assert (shape.single_context, shape.chunk_pairs) == (907, 70 * 1000 + 35 * 71)
+        assert (shape.single_turns, shape.tile_pairs) == (8, 64 * (1152 + 1152))
 
 
 def test_a_shape_is_the_sum_of_its_rows():

@@ -13,18 +13,21 @@ def beside_decodes(
     *,
     seconds: float = 1e-3,
     costs: bool = True,
+    stream: int = 3,
+    context: float = 0.0,
     **rules,
 ) -> list[StepRecord]:
     """Steps, each of at least one decode and one prompt's chunk, after `prompts` of `length`
-    came to running streams; a token costs `seconds`, and a step 10 ms beside."""
+    came to running streams with prompts of `stream`; a token costs `seconds`, a decode's context
+    `context` each, and a step 10 ms beside."""
     engine, _, records = make(token_budget=512, seats=16, blocks=4000, **rules)
     if costs:
         sizes = engine.config.buckets.tokens
         programs = tuple(0.01 + seconds * size for size in sizes)
-        engine.set_costs(CostModel(sizes, programs), follow=False)
-    for i in range(6):
-        engine.add(prompt(3, i), asks(200))
-    for _ in range(4):
+        model = CostModel(sizes, programs, single_context=context)
+        engine.set_costs(model, follow=False)
+    streams = [engine.add(prompt(stream, i), asks(200))[0] for i in range(6)]
+    while any(not request.output for request in streams) or len(records) < 4:
         engine.step()
     before = len(records)
     for i in range(prompts):
@@ -57,6 +60,16 @@ def test_the_whole_budget_is_used_where_nobody_set_a_limit_or_many_wait(rules: d
     steps = beside_decodes(**{"prompts": 2, "length": 1500, "stall_limit": 3.0, **rules})
     assert max(r.bucket for r in steps) == 512
     assert steps[0].unused != "time_budget"
+
+
+def test_contexts_beyond_a_window_do_not_lengthen_what_decodes_take_alone() -> None:
+    """Six contexts of 600 take 0.36 s where all of it is read, 6 ms in a window of 10."""
+    beside = {"length": 1500, "stream": 600, "context": 1e-4, "stall_limit": 3.0}
+    whole = beside_decodes(2, **beside)
+    assert max(r.bucket for r in whole) == 512
+    steps = beside_decodes(2, **beside, windows=(10,))
+    predicted = max(r.predicted_s or 0.0 for r in steps)
+    assert max(r.bucket for r in steps) < 256 and predicted < 0.2
 
 
 def test_a_step_that_costs_next_to_nothing_more_is_not_cut() -> None:
