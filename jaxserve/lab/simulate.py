@@ -120,9 +120,9 @@ class _Player:
                 clock.now = start + self._due[at][0].at
                 continue
             outputs, now = engine.step(), clock.now
-            for request, tokens, *_ in outputs:
-                times = self._of[request]
-                times += [now] * len(tokens)
+            for output in outputs:
+                times = self._of[output.request]
+                times += [now] * len(output.tokens)
                 self._behind -= len(times) == LATE_AFTER
             if self._late and not self._behind:
                 self.late_at = clock.now
