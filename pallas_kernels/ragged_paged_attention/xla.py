@@ -45,6 +45,9 @@ def ragged_paged_attention(
     mask: Mask,
 ) -> jax.Array:  # [T, N, H]
     """See `api`."""
+    if q.dtype == jnp.float32 and isinstance(mask.scale, float):
+        # One product a query instead of one a score; in bfloat16 it would round.
+        q, mask = q * mask.scale, mask._replace(scale=1.0)
     return _chunks(_decode(q, kv, layer, rows, mask), q, kv, layer, rows, mask)
 
 
@@ -202,10 +205,12 @@ def _tile(  # noqa: PLR0913  a step's arrays, and which tile
     if mask.window is not None:
         low = jnp.maximum(first + 1 - mask.window, 0) // span
 
-    def turn(index: jax.Array, state: Softmax) -> Softmax:
+    def turn(index: jax.Array, state: Softmax, *, whole: bool) -> Softmax:
         where = jax.lax.dynamic_slice(rows.block_tables, (row, index * blocks), (1, blocks))[0]
         k = _gather(kv, layer, where, 0).astype(q.dtype)  # [K, span, H]
         v = _gather(kv, layer, where, width).astype(q.dtype)
+        if whole:
+            return _turn(state, folded, k, v, None, mask)
         positions = index * span + jnp.arange(span)
         seen = positions <= at[:, None]
         if mask.window is not None:
@@ -214,8 +219,12 @@ def _tile(  # noqa: PLR0913  a step's arrays, and which tile
         v = jnp.where((positions < length)[:, None], v, 0)
         return _turn(state, folded, k, v, seen, mask)
 
-    end = jnp.minimum(first + size, length)
-    state = jax.lax.fori_loop(low, -(-end // span), turn, _empty(folded))
+    end, state = jnp.minimum(first + size, length), _empty(folded)
+    if mask.window is None:  # every query sees all of the spans before the tile: nothing to mask
+        before = (first + 1) // span
+        state = jax.lax.fori_loop(0, before, functools.partial(turn, whole=True), state)
+        low = before
+    state = jax.lax.fori_loop(low, -(-end // span), functools.partial(turn, whole=False), state)
     result = _result(state).reshape(kv_heads, heads // kv_heads, size, width)
     return result.transpose(2, 0, 1, 3).reshape(size, heads, width)
 
@@ -230,14 +239,15 @@ def _turn(
     q: jax.Array,  # [..., Q, H]
     k: jax.Array,  # [..., span, H]
     v: jax.Array,  # [..., span, H]  zero where nothing is written: 0 x NaN is NaN
-    seen: jax.Array,  # bool[..., Q, span]  query sees position
+    seen: jax.Array | None,  # bool[..., Q, span]  query sees position; None: all of them
     mask: Mask,
 ) -> Softmax:
     """Adds one span to the state."""
     scores = jnp.einsum("...qh,...sh->...qs", q, k, preferred_element_type=jnp.float32) * mask.scale
     if mask.soft_cap is not None:
         scores = mask.soft_cap * jnp.tanh(scores / mask.soft_cap)
-    scores = jnp.where(seen, scores, -jnp.inf)
+    if seen is not None:
+        scores = jnp.where(seen, scores, -jnp.inf)
     top = jnp.maximum(state.top, jnp.max(scores, axis=-1, keepdims=True))
     safe = jnp.where(top == -jnp.inf, 0.0, top)  # nothing seen yet: exp(-inf - 0) is 0
     weights = jnp.exp(scores - safe).astype(v.dtype)
