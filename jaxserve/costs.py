@@ -20,8 +20,8 @@ import bisect
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -71,10 +71,8 @@ class StepShape(NamedTuple):
         return self._replace(
             tokens=self.tokens + len(contexts),
             singles=self.singles + len(contexts),
-            single_context=self.single_context
-            + sum(share * seen(contexts, window) for window, share in self.views),
-            single_turns=self.single_turns
-            + sum(share * turns(contexts, window) for window, share in self.views),
+            single_context=self.single_context + self._mean(seen, contexts),
+            single_turns=self.single_turns + self._mean(turns, contexts),
         )
 
     def with_chunk(self, start: int, num_tokens: int) -> "StepShape":
@@ -84,11 +82,13 @@ class StepShape(NamedTuple):
         return self._replace(
             tokens=self.tokens + num_tokens,
             chunks=self.chunks + 1,
-            chunk_pairs=self.chunk_pairs
-            + sum(share * pairs(start, num_tokens, window) for window, share in self.views),
-            tile_pairs=self.tile_pairs
-            + sum(share * tile_pairs(start, num_tokens, window) for window, share in self.views),
+            chunk_pairs=self.chunk_pairs + self._mean(pairs, start, num_tokens),
+            tile_pairs=self.tile_pairs + self._mean(tile_pairs, start, num_tokens),
         )
+
+    def _mean(self, count: Callable[..., int], *of: Any) -> float:
+        """`count(*of, window)` over the layers."""
+        return sum(share * count(*of, window) for window, share in self.views)
 
 
 NO_STEP = StepShape(0, 0, 0, "none", 0, 0, 0, 0)

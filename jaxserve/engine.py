@@ -314,7 +314,7 @@ class Engine:
         for request in list(self.scheduler.running):
             self.scheduler.finish(request, "error", f"{type(error).__name__}: {error}")
             self._release_followers(request)
-            outputs.append(Output(request, (), None, None, "error"))
+            outputs.append(Output(request, (), finish_reason="error"))
             if self.observer is not None:
                 self.observer.ended(request)
         self._prompts.clear()

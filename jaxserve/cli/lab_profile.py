@@ -13,10 +13,6 @@ if TYPE_CHECKING:
     from jaxserve.metrics import StepRecord
 
 
-# As `lab.fit` has them, in words: that takes numpy.
-AIM, LIMIT = "5 % (median) or 15 % (P95)", "15 % or 45 %"
-
-
 def register(commands: Any) -> None:
     parser = commands.add_parser(
         "profile",
@@ -26,8 +22,8 @@ def register(commands: Any) -> None:
             "how well it predicts steps that were not fitted, and keeps the table beside the "
             "compile cache: later starts with the same model, device, versions and programs load "
             "it. Costs serve scheduler.mode=time, snapping, `lab suggest` and `lab simulate`. "
-            f"Where steps that were not fitted are off by more than {AIM}, it says so; a table off "
-            f"by more than {LIMIT} is not kept, and the exit code is 1."
+            "A table that is far off there (README has the bounds) is not kept, and the exit code "
+            "is 1."
         ),
         allow_abbrev=False,
     )
@@ -58,16 +54,19 @@ def run(args: argparse.Namespace) -> int:
     assembly = common.assemble(config, args, on_step=records.append)
     try:
         found, table = _measure(args, assembly, records)
+        refused = _is_refused(args, found)
+        _save(args.output, table)
+        _save(None if args.no_keep or refused else assembly.cost_file, table)
     finally:
         assembly.close()
     _show(args, found, table)
-    return common.SOME_FAILED if _is_refused(args, found) else common.DONE
+    return common.SOME_FAILED if refused else common.DONE
 
 
 def _measure(
     args: argparse.Namespace, assembly: "Assembly", records: "list[StepRecord]"
 ) -> "tuple[Profile, CostTable]":
-    from jaxserve.lab import cost_table, profile_text
+    from jaxserve.lab import profile_text
     from jaxserve.lab.profile import Target, profile
 
     target = Target(assembly.config, assembly.runner, assembly.engine, records)
@@ -76,30 +75,33 @@ def _measure(
         found = profile(target, args.seconds, note=common.note)
     except ValueError as error:
         raise common.UsageError(common.one_line(error)) from error
-    table = profile_text.table(found, assembly.config.model.name, assembly.cost_facts)
-    refused = _is_refused(args, found)
-    if refused:
-        common.note(
-            f"not kept: {profile_text.judgement(found)} What was kept before stays; "
-            f"--keep-anyway keeps this one"
-        )
-    places = [args.output, None if args.no_keep or refused else assembly.cost_file]
-    for place in [place for place in places if place is not None]:
-        try:
-            cost_table.save(place, table)
-            common.note(f"the table is in {place}")
-        except OSError as error:
-            raise common.UsageError(f"{place}: {error.strerror or error}") from error
-    return found, table
+    return found, profile_text.table(found, assembly.config.model.name, assembly.cost_facts)
 
 
 def _is_refused(args: argparse.Namespace, found: "Profile") -> bool:
-    """Whether the table is too bad for later starts to load.  A file that --output names is written
-    all the same."""
-    from jaxserve.lab import fit
+    """Whether the table is too bad for later starts to load, which is then said.  A file that
+    --output names is written all the same."""
+    from jaxserve.lab import fit, profile_text
 
-    useless = fit.verdict(found.held_out) == "useless"
-    return useless and not (args.no_keep or args.keep_anyway)
+    if args.no_keep or args.keep_anyway or fit.verdict(found.held_out) != "useless":
+        return False
+    common.note(
+        f"not kept: {profile_text.judgement(found)} What was kept before stays; "
+        f"--keep-anyway keeps this one"
+    )
+    return True
+
+
+def _save(place: Path | None, table: "CostTable") -> None:
+    from jaxserve.lab import cost_table
+
+    if place is None:
+        return
+    try:
+        cost_table.save(place, table)
+        common.note(f"the table is in {place}")
+    except OSError as error:
+        raise common.UsageError(f"{place}: {error.strerror or error}") from error
 
 
 def _show(args: argparse.Namespace, found: "Profile", table: "CostTable") -> None:

@@ -26,7 +26,7 @@ class Encoder:
         if task.model is not None and self._names is not None:
             if short_name(task.model) not in self._names:
                 message = f"{self._model} is served here, not {shorten(task.model)}"
-                raise RequestError("unknown_model", message, "model")
+                raise RequestError("model_not_found", message, "model")
         if task.messages is not None:
             ids = render_chat(self._tokenizer, task.messages)
         elif task.text is not None:

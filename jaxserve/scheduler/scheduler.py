@@ -157,7 +157,7 @@ class Scheduler:
             if not samples:
                 if start + num_tokens == request.max_total:  # only scored
                     self.finish(request, "length")
-                    outputs.append(Output(request, (), None, None, "length"))
+                    outputs.append(Output(request, (), finish_reason="length"))
                 continue
             self._progress.in_flight[request.seat] -= 1
             if bad[row]:
@@ -169,11 +169,11 @@ class Scheduler:
                 self.finish(request, "stop")
             elif len(request.tokens) >= request.max_total:
                 self.finish(request, "length")
-            outputs.append(Output(request, (token,), None, None, request.finish_reason))
+            outputs.append(Output(request, (token,), finish_reason=request.finish_reason))
 
     def _fail(self, request: Request) -> Output:
         self.finish(request, "error", NOT_FINITE)
-        return Output(request, (), None, None, "error")
+        return Output(request, (), finish_reason="error")
 
     def finish(self, request: Request, reason: str, error: str | None = None) -> None:
         """Ends a request and frees all it holds; the only place that does.  Idempotent."""

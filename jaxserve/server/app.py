@@ -134,7 +134,7 @@ class _Small:
         """Raises ApiError (404)."""
         name = request.path_params["name"]
         if name not in self._service.names:
-            raise ApiError(404, "unknown_model", "there is no such model; see /v1/models")
+            raise ApiError(404, "model_not_found", "there is no such model; see /v1/models")
         return _json(self._model(name))
 
     async def tokenize(self, request: Request) -> Response:

@@ -5,8 +5,7 @@ from typing import Any
 import msgspec
 from starlette.responses import Response
 
-_TYPES = {401: "authentication_error", 404: "not_found_error", 408: "timeout_error"}
-_STATUS = {"unknown_model": 404, "overloaded": 503, "not_ready": 503}
+_STATUS = {"model_not_found": 404, "overloaded": 503, "not_ready": 503}
 RETRY_SECONDS = 1
 
 
@@ -29,9 +28,7 @@ class ApiError(Exception):
         self.retry_s = retry_s  # seconds until it makes sense to try again
 
     def body(self) -> dict[str, Any]:
-        kind = _TYPES.get(
-            self.status, "server_error" if self.status >= 500 else "invalid_request_error"
-        )
+        kind = "server_error" if self.status >= 500 else "invalid_request_error"
         error = {"message": str(self), "type": kind, "param": self.param, "code": self.code}
         return {"error": error}
 

@@ -166,7 +166,7 @@ class RemoteEngine:
     def _fail(self, request: Request, error: str) -> None:
         del self._requests[request.number]
         self._end(request, "error", error)
-        self._outputs.append(Output(request, (), None, None, "error"))
+        self._outputs.append(Output(request, (), finish_reason="error"))
 
     def _end(self, request: Request, reason: str, error: str | None = None) -> None:
         self._unqueue(request)

@@ -201,9 +201,6 @@ def _tile(  # noqa: PLR0913  a step's arrays, and which tile
     at = first + jnp.arange(size)
     folded = q.reshape(size, kv_heads, -1, width).transpose(1, 2, 0, 3)
     folded = folded.reshape(kv_heads, -1, width)
-    low = jnp.zeros((), jnp.int32)
-    if mask.window is not None:
-        low = jnp.maximum(first + 1 - mask.window, 0) // span
 
     def turn(index: jax.Array, state: Softmax, *, whole: bool) -> Softmax:
         where = jax.lax.dynamic_slice(rows.block_tables, (row, index * blocks), (1, blocks))[0]
@@ -221,9 +218,10 @@ def _tile(  # noqa: PLR0913  a step's arrays, and which tile
 
     end, state = jnp.minimum(first + size, length), _empty(folded)
     if mask.window is None:  # every query sees all of the spans before the tile: nothing to mask
-        before = (first + 1) // span
-        state = jax.lax.fori_loop(0, before, functools.partial(turn, whole=True), state)
-        low = before
+        low = (first + 1) // span
+        state = jax.lax.fori_loop(0, low, functools.partial(turn, whole=True), state)
+    else:
+        low = jnp.maximum(first + 1 - mask.window, 0) // span
     state = jax.lax.fori_loop(low, -(-end // span), functools.partial(turn, whole=False), state)
     result = _result(state).reshape(kv_heads, heads // kv_heads, size, width)
     return result.transpose(2, 0, 1, 3).reshape(size, heads, width)

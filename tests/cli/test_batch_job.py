@@ -109,7 +109,7 @@ BAD: list[tuple[Any, str, str]] = [
     ({"prompt_token_ids": []}, "invalid_request", "no tokens"),
     ({"prompt_token_ids": [99_999]}, "invalid_request", "99999"),
     ({"prompt_token_ids": [-1]}, "invalid_request", "-1"),
-    ({"prompt": "a", "model": "other"}, "unknown_model", "other"),
+    ({"prompt": "a", "model": "other"}, "model_not_found", "other"),
     ({"messages": []}, "invalid_request", "messages"),
     ({"messages": [{"role": "user"}]}, "invalid_request", "content"),
     ({"prompt": "a", "logit_bias": {"70000": 1}}, "invalid_request", "70000"),

@@ -23,7 +23,7 @@ def refused(server: Rig, path: str, body: Any, status: int = 400) -> dict[str, A
     assert answer.status_code == status, (body, answer.text)
     error = answer.json()["error"]
     assert set(error) == {"message", "type", "param", "code"}
-    assert error["type"] == ("not_found_error" if status == 404 else "invalid_request_error")
+    assert error["type"] == "invalid_request_error"
     assert not re.search(r"Traceback|\w+Error\b|0x[0-9a-f]{6}|\.py", answer.text)
     assert str(Path(__file__).parents[2]) not in answer.text
     return error
@@ -225,7 +225,7 @@ def test_b57_ids_of_clients_are_only_echoed(server: Rig):
 
 def test_unknown_models_and_routes_are_404(server: Rig):
     error = refused(server, TEXT, {"prompt": "a", "model": "other"}, 404)
-    assert error["code"] == "unknown_model"
+    assert error["code"] == "model_not_found"
     refused(server, "/v1/embeddings", {}, 404)
     assert server.get(TEXT).status_code == 405
     assert server.post(TEXT, json={"prompt": "a", "model": MODEL.upper()}).status_code == 200

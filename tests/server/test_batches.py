@@ -76,7 +76,7 @@ def test_a_batch_gives_what_requests_give(keeping: Rig):
     assert set(bad) == {"bad", "chat", "other"}
     assert "prompt" in bad["bad"]["error"]["message"]
     assert "endpoint" in bad["chat"]["error"]["message"]
-    assert bad["other"]["error"]["code"] == "unknown_model"
+    assert bad["other"]["error"]["code"] == "model_not_found"
     for i in range(8):
         body = {"prompt": f"{i}", "temperature": 1, "seed": i, "max_tokens": 9}
         answer = keeping.post(URL, json=body).json()
