@@ -127,14 +127,14 @@ def _assemble(
             f"largest difference {difference:.2g}"
         )
         timer.mark("prove")
-    warmup.warm_up(runner)
+    costs = warmup.warm_up(runner)
     timer.mark("warm_up")
     limits = ModelLimits(vocab_size, tokenizer.eos_ids, made.model_config.kv_layout.windows)
     engine = Engine(config, runner, limits, on_step=on_step)
     facts = cost_facts(made)
     file = None if cache is None else cache.parent / "costs" / cost_table.file_name(facts)
     if runner.agreement is None:  # each process measures its own: they would schedule differently
-        engine.set_costs(stored_costs(file, log) or runner.costs())
+        engine.set_costs(stored_costs(file, log) or costs)
     return Assembly(engine, runner, tokenizer, config, timer.parts, facts, file)
 
 

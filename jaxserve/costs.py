@@ -2,13 +2,13 @@
 
     seconds = program[T] + sampling[kind][R] + a * rows + b * sum(contexts)
               + c * chunks + d * sum(query-key pairs of the chunks)
-              + e * turns * rows of a group + f * filled-up pairs
+              + e * turns + f * turns * rows of their groups + g * filled-up pairs
 
 T and R are buckets, so the first two are constants of a program; a row of one token reads its whole
 context (b), and a chunk of n tokens after p computed ones has n * p + n * (n + 1) / 2 query-key
 pairs (d).  The form is that of the batch time models of Vidur (arXiv 2405.05465, section 4.3) and
 FairBatching (arXiv 2510.14392), with their linear term in tokens replaced by one constant a
-compiled shape.  The last two are for a back end that works in whole pieces: rows in groups that
+compiled shape.  The last three are for a back end that works in whole pieces: rows in groups that
 walk as far as their longest, whether all of them are there or not, chunks in tiles (`turns`,
 `tile_pairs`); where it does not, they are fitted as 0.  A layer with a sliding window reads no
 further than that, so contexts, pairs, turns and tiles are means over the layers, each with what its
@@ -28,8 +28,9 @@ from numpy.typing import NDArray
 
 Ints = NDArray[np.int32]
 # How attention in plain XLA works (`pallas_kernels.ragged_paged_attention.xla`): rows of one token
-# in groups, positions in turns, chunks in tiles of queries with a turn of their own.
-GROUP, SPAN = 16, 128
+# in full groups and what is left in small ones, positions in turns, chunks in tiles of queries with
+# a turn of their own.
+GROUPS, SPAN = (16, 4), 128
 TILES = ((256, 256), (64, 128))
 MAX_CORRECTION = math.log(4.0)  # of the logarithm of a prediction, either way
 _OUTLIER = 0.25  # a surprise counts as at most this (in logarithms): a pause is not a trend
@@ -57,22 +58,24 @@ class StepShape(NamedTuple):
     single_context: float  # sum of the contexts they see, the token itself included
     chunks: int  # rows with more tokens
     chunk_pairs: float  # sum of their query-key pairs, see `pairs`
-    single_turns: float = 0.0  # of `turns`
+    single_turns: float = 0.0  # that their groups take, see `turns`
+    single_turn_rows: float = 0.0  # and with how many rows, there or not
     tile_pairs: float = 0.0  # query-key pairs with tiles and turns filled up, see `tile_pairs`
     views: tuple[View, ...] = ALL  # of the model; their shares sum to 1
 
-    @property
-    def turn_rows(self) -> float:
-        """Rows that all turns walk with: a group is as large as the program allows, full or not."""
-        return self.single_turns * min(GROUP, self.bucket)
-
     def with_singles(self, contexts: Ints) -> "StepShape":
         """With rows of one token more; `contexts` i32[rows]."""
+        context, count, rows = self.single_context, self.single_turns, self.single_turn_rows
+        for window, share in self.views:
+            context += share * seen(contexts, window)
+            walked = turns(contexts, window)
+            count, rows = count + share * walked[0], rows + share * walked[1]
         return self._replace(
             tokens=self.tokens + len(contexts),
             singles=self.singles + len(contexts),
-            single_context=self.single_context + self._mean(seen, contexts),
-            single_turns=self.single_turns + self._mean(turns, contexts),
+            single_context=context,
+            single_turns=count,
+            single_turn_rows=rows,
         )
 
     def with_chunk(self, start: int, num_tokens: int) -> "StepShape":
@@ -106,16 +109,26 @@ def seen(contexts: Ints, window: int | None = None) -> int:
     return int((contexts if window is None else np.minimum(contexts, window)).sum())
 
 
-def turns(contexts: Ints, window: int | None = None) -> int:
-    """Turns of `SPAN` positions that groups of `GROUP` rows take together, longest first: every row
-    of a group walks as far as its longest, from where the window of its shortest begins."""
-    ordered = np.sort(contexts)
-    longest = ordered[::-GROUP]
-    total = int((-(-longest // SPAN)).sum())
-    if window is None or not len(ordered):
-        return total
-    shortest = ordered[np.maximum(np.arange(len(ordered) - GROUP, -GROUP, -GROUP), 0)]
-    return total - int((np.maximum(shortest - window, 0) // SPAN).sum())
+def turns(contexts: Ints, window: int | None = None) -> tuple[int, int]:
+    """Turns of `SPAN` positions that rows of one token take, and those times the rows of a group.
+
+    Full groups take the longest contexts, small ones what is left if it is at most half of a full
+    one (`GROUPS`).  Every row of a group walks as far as its longest, from where the window of its
+    shortest begins.  A program of fewer rows than a full group counts as if it had small ones.
+    """
+    full, small = GROUPS
+    ordered, total = np.sort(contexts)[::-1], len(contexts)
+    end = (total + full - 1 - full // 2) // full * full
+    starts = [*range(0, end, full), *range(end, total, small)]
+    if not starts:
+        return 0, 0
+    walked = -(-ordered[starts] // SPAN)
+    if window is not None:
+        lasts = np.minimum([*starts[1:], total], total) - 1
+        walked = walked - np.maximum(ordered[lasts] - window, 0) // SPAN
+    first = len(range(0, end, full))  # full groups
+    wide, narrow = int(walked[:first].sum()), int(walked[first:].sum())
+    return wide + narrow, full * wide + small * narrow
 
 
 def tile_pairs(start: int, num_tokens: int, window: int | None = None) -> int:
@@ -164,7 +177,8 @@ class CostModel:
     single_context: float = 0.0  # a token of its context, in all layers
     chunk: float = 0.0  # a row of more tokens
     chunk_pair: float = 0.0
-    turn_row: float = 0.0  # a turn of a group of such rows, for each that the group can hold
+    turn: float = 0.0  # of a group of such rows
+    turn_row: float = 0.0  # and for each that the group can hold
     tile_pair: float = 0.0  # a query-key pair of a filled-up tile
     host: float = 0.0  # host time of a step, beside the device's
     host_row: float = 0.0  # and of each of its rows
@@ -180,7 +194,7 @@ class CostModel:
             if len(sizes) != len(seconds):
                 raise ValueError(f"{name} has {len(seconds)} costs for {len(sizes)} buckets")
         numbers = [x for _, seconds in lists.values() for x in seconds]
-        numbers += [self.single, self.single_context, self.turn_row]
+        numbers += [self.single, self.single_context, self.turn, self.turn_row]
         numbers += [self.chunk, self.chunk_pair, self.tile_pair, self.host, self.host_row]
         if not all(0.0 <= x < math.inf for x in numbers) or not all(x > 0 for x in self.program):
             raise ValueError("costs must be finite seconds, of programs above 0")
@@ -204,7 +218,8 @@ class CostModel:
             + self.single_context * shape.single_context
             + self.chunk * shape.chunks
             + self.chunk_pair * shape.chunk_pairs
-            + self.turn_row * shape.turn_rows
+            + self.turn * shape.single_turns
+            + self.turn_row * shape.single_turn_rows
             + self.tile_pair * shape.tile_pairs
         )
 
@@ -224,14 +239,16 @@ class CostModel:
 class OnlineCosts:
     """A model, and a factor a token bucket that follows what steps really took.
 
-    The logarithm of a factor moves by a small part of each surprise, cut at a quarter: a pause of
-    the machine moves it hardly, a lasting change is learnt within a hundred steps.
+    The logarithm of a factor moves by a part of each surprise, cut at a quarter: half of it at the
+    bucket's first step, since a model of one run each can be far off, then less and less, until a
+    pause of the machine moves it hardly and a lasting change is learnt within a hundred steps.
     """
 
     def __init__(self, model: CostModel) -> None:
         self.model = model
         self._common = 0.0
         self._own: dict[int, float] = {}
+        self._seen = Counter[int]()
 
     def factor(self, bucket: int) -> float:
         """What predictions of this bucket are multiplied by."""
@@ -253,7 +270,9 @@ class OnlineCosts:
         surprise = max(-_OUTLIER, min(_OUTLIER, math.log(seconds / predicted)))
         limit = MAX_CORRECTION
         self._common = max(-limit, min(limit, self._common + _COMMON_RATE * surprise))
-        own = self._own.get(shape.bucket, 0.0) + _BUCKET_RATE * surprise
+        self._seen[shape.bucket] += 1
+        rate = max(_BUCKET_RATE, 1.0 / (1 + self._seen[shape.bucket]))
+        own = self._own.get(shape.bucket, 0.0) + rate * surprise
         self._own[shape.bucket] = max(-limit, min(limit, own))
 
 

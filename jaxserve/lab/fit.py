@@ -15,7 +15,8 @@ _LEAST = 1e-9  # seconds of a program, which must be above 0
 TERMS = {
     "single": "singles",
     "single_context": "single_context",
-    "turn_row": "turn_rows",
+    "turn": "single_turns",
+    "turn_row": "single_turn_rows",
     "chunk": "chunks",
     "chunk_pair": "chunk_pairs",
     "tile_pair": "tile_pairs",

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from jaxserve.costs import GROUP, CostModel
+from jaxserve.costs import GROUPS, CostModel
 from jaxserve.lab import fit
 from jaxserve.lab.cost_table import CostTable
 from jaxserve.lab.fit import Errors
@@ -77,7 +77,7 @@ def cost_rows(costs: CostModel) -> list[tuple[str, str]]:
     terms = {
         "a decode": costs.single,
         "its context, 1000": 1e3 * costs.single_context,
-        "a turn of 16 decodes": GROUP * costs.turn_row,
+        "a turn of 16 decodes": costs.turn + GROUPS[0] * costs.turn_row,
         "a chunk": costs.chunk,
         "its pairs, million": 1e6 * costs.chunk_pair,
         "filled up, million": 1e6 * costs.tile_pair,

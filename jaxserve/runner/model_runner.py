@@ -130,7 +130,7 @@ class ModelRunner:
         self.weights = None
         del self.state
 
-    def costs(self) -> CostModel:
+    def program_costs(self) -> CostModel:
         """Seconds that one run of each program took in warm-up: no attention, since all was
         padding."""
         tokens, rows = self.manifest.buckets("backbone"), self.manifest.buckets("head")

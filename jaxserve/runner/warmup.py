@@ -1,7 +1,8 @@
-"""Before serving: run every program once for its cost, and prove that every shape gives the same
-answers.
+"""Before serving: run every program once for its cost, see what attention costs beside it, and
+prove that every shape gives the same answers.
 """
 
+import dataclasses
 import time
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxserve.batch.step import SampleInputs
+from jaxserve.costs import GROUPS, CostModel, StepShape, no_step
 from jaxserve.runner import packing
 from jaxserve.runner.device_step import SEED_TOKENS
 from jaxserve.runner.model_runner import ModelRunner
@@ -21,7 +23,9 @@ CANARY_TOKENS = 64
 _BESIDE = 3  # tokens of the second request
 _PREFIX = 5  # tokens of the first at least before its first slice
 _MOST_STEPS = 4  # of a bucket that is to be proved
-_LONG_S = 0.2  # beside which what only a first run does is nothing
+_LONG_S = 0.6  # beside which what only a first run does is little
+_CONTEXT = 1024  # positions that attention is measured at
+_CHUNK = 128  # tokens of the chunk that is measured, where there is such a bucket
 # By the types of model and KV: shares of an entry of a hidden state, or of its root mean square
 # where that is more.  Another order of a sum can round an entry of the KV the other way.
 _TOLERANCE = {
@@ -36,16 +40,72 @@ class ProofError(RuntimeError):
     """A program does not give the answers of the reference program; it must not serve."""
 
 
-def warm_up(runner: ModelRunner) -> None:
+def warm_up(runner: ModelRunner) -> CostModel:
     """Runs every program on padding, those that take little twice; the last run is its measured
-    cost.  What `prove` has run and measured counts."""
+    cost.  What `prove` has run and measured counts.  Returns what steps cost."""
     for program in runner.manifest:
         while program.measured_s <= _LONG_S and not (program.uses >= 2 and program.measured_s):
             run = _padding_run(runner, program)
             start = time.perf_counter()
             jax.block_until_ready(run())
             program.measured_s = time.perf_counter() - start
+    costs = _with_attention(runner, runner.program_costs())
     runner.forget_uses()
+    return costs
+
+
+def _with_attention(runner: ModelRunner, costs: CostModel) -> CostModel:
+    """With what a step of decodes and one of a chunk take longer at a long context than on padding.
+    One run each says no more than that: all of it is put on the whole pieces that attention in
+    plain XLA works in, for other back ends on contexts and query-key pairs."""
+    buckets = runner.manifest.buckets("backbone")
+    empty = no_step(runner.step.layout.windows)
+    context = min(_CONTEXT, runner.config.model.max_len)
+    rows = max((size for size in buckets if size <= GROUPS[0]), default=0)
+    rows = min(rows, runner.step.num_seats)
+    chunk = max((size for size in buckets if size <= _CHUNK), default=buckets[0])
+    plain = runner.config.runner.kernels == "xla"
+    if rows:
+        shape = empty.with_singles(np.full(rows, context, np.int32))
+        term = "turn_row" if plain else "single_context"
+        costs = _measured(runner, costs, shape, term, [(context, 1)] * rows)
+    if 1 < chunk <= context:
+        shape = empty.with_chunk(context - chunk, chunk)
+        term = "tile_pair" if plain else "chunk_pair"
+        costs = _measured(runner, costs, shape, term, [(context, chunk)])
+    return costs
+
+
+def _measured(
+    runner: ModelRunner,
+    costs: CostModel,
+    shape: StepShape,
+    term: str,
+    rows: list[tuple[int, int]],  # context, tokens
+) -> CostModel:
+    """With `term` such that a step of `shape` takes what a run of it does."""
+    step, state = runner.step, runner.state
+    bucket = next(size for size in costs.tokens if size >= shape.tokens)
+    packed = step.padding_step(bucket)  # nothing is written; block 0 is read all over
+    x = unpack(packed, step.shapes(bucket))
+    x.num_decodes[0] = sum(tokens == 1 for _, tokens in rows)
+    for row, (context, tokens) in enumerate(rows):
+        x.kv_lens[row] = context
+        x.query_starts[row + 1 :] = x.query_starts[row] + tokens
+    program, start = runner.manifest.get("backbone", bucket), time.perf_counter()
+    state.kv, state.hidden, mark = program(
+        runner.weights, state.kv, state.hidden, state.last_tokens, packed
+    )
+    jax.block_until_ready(mark)
+    seconds = time.perf_counter() - start
+    pieces = {
+        "single_context": shape.single_context,
+        "turn_row": shape.single_turn_rows,
+        "chunk_pair": shape.chunk_pairs,
+        "tile_pair": shape.tile_pairs,
+    }
+    cost = max(0.0, seconds - costs.program_s(bucket)) / pieces[term]
+    return dataclasses.replace(costs, **{term: cost})
 
 
 def _padding_run(runner: ModelRunner, program: Program) -> Callable[[], Any]:

@@ -25,8 +25,8 @@ from jaxserve.scheduler.waiting import WaitingQueue
 
 MAX_BACKOFF = 32  # steps without admission after a preemption, at most
 NOT_FINITE = "the model's logits were not finite"  # why a request failed alone
-FEW_PROMPTS = 4  # behind more the whole budget is used
-EFFICIENT = 0.8  # of the tokens a second of the largest step, at least
+FEW_PROMPTS, FEW_BUDGETS = 4, 8  # behind more, or more steps' tokens, the whole budget is used
+EFFICIENT = 0.7  # of the tokens a second of the largest step, at least
 REFRESH_COSTS = 256  # steps between two looks at the corrected costs
 
 _log = logging.getLogger(__name__)
@@ -101,7 +101,11 @@ class Scheduler:
             self._pace(draft, begin, prefills, self._pacing)
         self._take_prefills(draft, shorts, admit=True)
         draft.left += kept
+        before = draft.longs
         self._take_prefills(draft, longs, admit=False)
+        if draft.longs < before and draft.closed is Unused.POLICY:
+            draft.closed = None  # a long prompt ends here: the next begins in what it leaves
+            self._take_prefills(draft, [], admit=True)
         if draft.preempted:
             self._after_preemptions(draft)
         return self._seal(draft, begin)
@@ -221,7 +225,11 @@ class Scheduler:
         to be efficient; behind a queue of many, the whole budget serves everybody best."""
         contexts = draft.decodes.starts + 1
         few = 0 < len(prefills) + self.num_waiting <= FEW_PROMPTS
-        if self._stall_limit and few and len(contexts) and self._online is not None:
+        if few and self._stall_limit and len(contexts) and self._online is not None:
+            prompts = [*prefills, *self._short.front(FEW_PROMPTS), *self._long.front(FEW_PROMPTS)]
+            most = FEW_BUDGETS * self._rules.token_budget
+            if len(prompts) > 1 and sum(request.num_pending for request in prompts) > most:
+                return
             predict, rows = self._online.predict, self._row_sizes
             price = Price(predict, self._sizes, rows, SAMPLERS[0], self._empty)
             load = self._empty.with_singles(contexts)

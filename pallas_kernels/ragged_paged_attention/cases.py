@@ -85,6 +85,8 @@ CASES = (
     Case("one decode", _decodes(19), 1, pad_tokens=7),
     Case("decodes", _decodes(1, 2, 15, 16, 17, 31, 32, 33, 64, 65, 129), 11),
     Case("many decodes", _decodes(*range(1, 40)), 39),
+    Case("a few decodes more", _decodes(*range(300, 280, -1)), 20),
+    Case("half of a group more", _decodes(*range(10, 130, 5)), 24),
     Case("one chunk from zero", ((37, 37),), 0),
     Case("one chunk over a prefix", ((37, 300),), 0),
     Case("long chunk", ((300, 521),), 0),

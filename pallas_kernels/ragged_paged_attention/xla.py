@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.ragged_paged_attention.plan import Mask, Rows, chunk_tiles
 
-DECODE_ROWS = 16  # rows that share one loop over the context
+DECODE_ROWS = (16, 4)  # rows that share one loop over the context: of a full group, a small one
 DECODE_SPAN = 128  # positions a turn of it
 CHUNK_TILES = ((256, 256), (64, 128))  # (queries of one row that share one loop, positions a turn)
 
@@ -96,16 +96,16 @@ def _decode(q: jax.Array, kv: jax.Array, layer: jax.Array, batch: Rows, mask: Ma
     blocks = max(1, DECODE_SPAN // block_size)
     span = blocks * block_size
     rows = min(len(batch.kv_lens), num_tokens)
-    size = min(DECODE_ROWS, rows)
+    full, small = min(DECODE_ROWS[0], rows), DECODE_ROWS[1]
     lens = jnp.where(jnp.arange(rows) < batch.num_decodes, batch.kv_lens[:rows], 0)
     # Longest first, so that the rows of a group have nearly equal contexts.
     lens, order = jax.lax.sort_key_val(-lens, jnp.arange(rows))
-    lens, order = jnp.pad(-lens, (0, -rows % size)), jnp.pad(order, (0, -rows % size))
+    lens, order = jnp.pad(-lens, (0, -rows % full)), jnp.pad(order, (0, -rows % full))
     tables = _pad_to_span(batch.block_tables, blocks)[order]
     queries = q[order].reshape(-1, kv_heads, heads // kv_heads, width).astype(jnp.float32)
 
-    def group(index, out):
-        start = index * size
+    def group(index, out, *, first, size):
+        start = first + index * size
         group_q = jax.lax.dynamic_slice_in_dim(queries, start, size)
         group_tables = jax.lax.dynamic_slice_in_dim(tables, start, size)
         group_lens = jax.lax.dynamic_slice_in_dim(lens, start, size)
@@ -130,8 +130,15 @@ def _decode(q: jax.Array, kv: jax.Array, layer: jax.Array, batch: Rows, mask: Ma
         state = jax.lax.fori_loop(low, -(-group_lens[0] // span), turn, _empty(group_q))
         return jax.lax.dynamic_update_slice_in_dim(out, _result(state), start, axis=0)
 
-    count = jnp.minimum(batch.num_decodes, rows)
-    out = jax.lax.fori_loop(0, -(-count // size), group, jnp.zeros_like(queries))
+    # What is left over is walked in small groups where it is at most half of a full one.
+    count, half = jnp.minimum(batch.num_decodes, rows), full // 2 if small < full else 0
+    groups = (count + full - 1 - half) // full
+    walk = functools.partial(group, first=0, size=full)
+    out = jax.lax.fori_loop(0, groups, walk, jnp.zeros_like(queries))
+    if half:
+        done = groups * full
+        walk = functools.partial(group, first=done, size=small)
+        out = jax.lax.fori_loop(0, -(-(count - done) // small), walk, out)
     out = out[:rows].reshape(rows, heads, width).astype(q.dtype)
     return jnp.zeros_like(q).at[order[:rows]].set(out, unique_indices=True)
 

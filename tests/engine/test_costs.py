@@ -10,7 +10,7 @@ import pytest
 
 from jaxserve import build
 from jaxserve.config import CacheConfig, EngineConfig, ModelConfig, SamplingConfig, SchedulerConfig
-from jaxserve.costs import GROUP, SPAN, TILES, CostModel, tile_pairs
+from jaxserve.costs import GROUPS, SPAN, TILES, CostModel, tile_pairs
 from jaxserve.lab import cost_table
 from jaxserve.lab.cost_table import CostTable
 from pallas_kernels.ragged_paged_attention import xla
@@ -66,7 +66,7 @@ def test_stored_costs_are_taken_and_a_broken_file_is_not(tmp_path: Path):
 
 
 def test_pieces_are_those_of_attention_in_xla():
-    assert (GROUP, SPAN, TILES) == (xla.DECODE_ROWS, xla.DECODE_SPAN, xla.CHUNK_TILES)
+    assert (GROUPS, SPAN, TILES) == (xla.DECODE_ROWS, xla.DECODE_SPAN, xla.CHUNK_TILES)
 
 
 @pytest.mark.parametrize("tokens", [2, 63, 64, 65, 191, 192, 255, 256, 257, 448, 512, 700])

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from jaxserve.batch.step import Batch
-from jaxserve.costs import NO_STEP
+from jaxserve.costs import NO_STEP, no_step
 from jaxserve.runner import warmup
 from jaxserve.runner.device_step import DeviceStep
-from jaxserve.runner.programs import compile_programs
+from jaxserve.runner.programs import Program, compile_programs
 from model_zoo.step_inputs import unpack
 
 
@@ -139,8 +139,7 @@ def test_b18_the_cache_has_the_slots_that_the_host_believes_in(runner):
 
 
 def test_measured_costs_cover_every_bucket(runner):
-    warmup.warm_up(runner)
-    costs = runner.costs()
+    costs = warmup.warm_up(runner)
     assert costs.tokens == runner.manifest.buckets("backbone")
     assert costs.rows == runner.manifest.buckets("head")
     assert all(0 < seconds < math.inf for seconds in costs.program)
@@ -148,6 +147,38 @@ def test_measured_costs_cover_every_bucket(runner):
     assert set(costs.sampling) == compiled & {"greedy", "random", "full"} != set()
     assert all(0 < seconds < math.inf for kind in costs.sampling.values() for seconds in kind)
     assert all(program.uses == 0 for program in runner.manifest)
+
+
+@pytest.mark.parametrize(("kernels", "term"), [("xla", "turn_row"), ("auto", "single_context")])
+def test_attention_is_measured_beside_the_programs(runner, monkeypatch, kernels, term):
+    """A program that takes 3 ms, and 0.2 us a position that its rows attend to."""
+    context = min(1024, runner.config.model.max_len)
+    ticks = [0.0]
+    settings = dataclasses.replace(runner.config.runner, kernels=kernels)
+    config = dataclasses.replace(runner.config, runner=settings)
+    monkeypatch.setattr(runner, "config", config)
+
+    def run(program, *arguments):
+        if program.spec.kind != "backbone":
+            ticks[0] += 1e-3
+        else:
+            x = unpack(arguments[-1], runner.step.shapes(program.spec.bucket))
+            counts = np.diff(x.query_starts)
+            ticks[0] += 3e-3 + 2e-7 * float((counts * x.kv_lens[: len(counts)]).sum())
+            assert (x.slots == runner.num_slots).all()  # nothing is written
+        return real(program, *arguments)
+
+    real = Program.__call__
+    monkeypatch.setattr(Program, "__call__", run)
+    monkeypatch.setattr(warmup.time, "perf_counter", lambda: ticks[0])
+    for program in runner.manifest:
+        program.measured_s = 1e-9
+    costs = warmup.warm_up(runner)
+    rows = min(max(size for size in costs.tokens if size <= 16), runner.step.num_seats)
+    shape = no_step(runner.step.layout.windows).with_singles(np.full(rows, context, np.int32))
+    assert costs.program == pytest.approx((3e-3,) * len(costs.tokens))
+    assert getattr(costs, term) > 0
+    assert costs.attention_s(shape) == pytest.approx(2e-7 * rows * context)
 
 
 def test_an_undeclared_shape_is_refused_and_the_runner_goes_on(runner):

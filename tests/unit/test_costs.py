@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.costs import (
-    GROUP,
+    GROUPS,
     MAX_CORRECTION,
     NO_STEP,
     SPAN,
@@ -94,6 +94,15 @@ def test_tables_that_cannot_be_are_refused(wrong: dict):
         CostModel(**{"tokens": (8, 16), "program": (1.0, 2.0)} | wrong)
 
 
+def test_a_model_that_is_far_off_is_mended_within_a_few_steps():
+    costs = OnlineCosts(MODEL)
+    for _ in range(10):
+        step = shape(bucket=16)
+        costs.observe(step, costs.predict(step), 1.6 * MODEL.predict(step))
+    assert costs.factor(16) == pytest.approx(1.6, rel=0.08)
+    assert costs.factor(8) < 1.1
+
+
 def test_a_lasting_change_is_learnt_and_a_pause_is_not():
     costs, rng = OnlineCosts(MODEL), random.Random(5)
     truth = {8: 1.4, 16: 1.0, 64: 0.8}
@@ -121,11 +130,22 @@ def test_a_correction_is_bounded(steps: list[tuple[int, float]]):
         assert abs(math.log(costs.factor(bucket))) <= MAX_CORRECTION
 
 
+def groups_of(contexts: list[int]) -> list[tuple[int, list[int]]]:
+    """Rows that a group has room for, and the contexts that are in it, longest first."""
+    full, small = GROUPS
+    rows, found = sorted(contexts, reverse=True), []
+    while rows:
+        size = full if len(rows) > full // 2 else small
+        found.append((size, rows[:size]))
+        rows = rows[size:]
+    return found
+
+
 @given(st.lists(st.integers(1, 5000), max_size=70))
 def test_turns_are_those_of_groups_sorted_by_context(contexts: list[int]):
-    rows = sorted(contexts, reverse=True)
-    groups = [rows[at : at + GROUP] for at in range(0, len(rows), GROUP)]
-    assert turns(np.array(contexts, np.int32)) == sum(-(-group[0] // SPAN) for group in groups)
+    walked = [(size, -(-group[0] // SPAN)) for size, group in groups_of(contexts)]
+    count, rows = sum(n for _, n in walked), sum(size * n for size, n in walked)
+    assert turns(np.array(contexts, np.int32)) == (count, rows)
 
 
 @given(st.integers(0, 5000), st.integers(2, 2000))
@@ -147,12 +167,11 @@ def test_a_token_sees_no_further_than_its_window(start: int, tokens: int, window
 
 @given(st.lists(st.integers(1, 2000), max_size=40), st.integers(1, 1500))
 def test_turns_begin_with_the_window_of_the_shortest_of_a_group(contexts: list[int], window: int):
-    rows = sorted(contexts, reverse=True)
-    total = 0
-    for at in range(0, len(rows), GROUP):
-        group = rows[at : at + GROUP]
-        total += len(range(max(0, group[-1] - window) // SPAN, -(-group[0] // SPAN)))
-    assert turns(np.array(contexts, np.int32), window) == total
+    count = rows = 0
+    for size, group in groups_of(contexts):
+        walked = len(range(max(0, group[-1] - window) // SPAN, -(-group[0] // SPAN)))
+        count, rows = count + walked, rows + size * walked
+    assert turns(np.array(contexts, np.int32), window) == (count, rows)
 
 
 @given(st.integers(0, 3000), st.integers(2, 900), st.integers(1, 2000))
@@ -163,7 +182,7 @@ def test_windowed_tiles_hold_every_pair_that_is_seen(start: int, tokens: int, wi
     assert filled <= (tokens + large) * (window + large + 2 * wide)
 
 
-@pytest.mark.parametrize("term", ["single_context", "chunk_pair", "turn_row", "tile_pair"])
+@pytest.mark.parametrize("term", ["single_context", "chunk_pair", "turn", "turn_row", "tile_pair"])
 def test_costs_stop_growing_at_the_window(term: str):
     model, window = CostModel((64,), (0.01,), **{term: 1e-6}), 256
 
@@ -185,7 +204,8 @@ def test_a_model_without_windows_reads_whole_contexts():
     for empty in (NO_STEP, same):
         shape = empty.with_singles(np.array([7, 900], np.int32)).with_chunk(1000, 70)
         assert (shape.single_context, shape.chunk_pairs) == (907, 70 * 1000 + 35 * 71)
-        assert (shape.single_turns, shape.tile_pairs) == (8, 64 * (1152 + 1152))
+        assert (shape.single_turns, shape.single_turn_rows) == (8, 32)
+        assert shape.tile_pairs == 64 * (1152 + 1152)
 
 
 def test_a_shape_is_the_sum_of_its_rows():

@@ -358,6 +358,17 @@ def test_prompts_in_the_middle_of_their_prefill_are_limited(partial: int, long: 
     assert (most, most_long) == (partial, min(partial, long))
 
 
+def test_a_long_prompt_begins_in_the_step_in_which_the_one_before_it_ends() -> None:
+    """Ten prompts of two steps and a bit each: no step but the last has room left."""
+    engine, _, records = make(token_budget=16, seats=12, blocks=400, long_prefill_threshold=8)
+    for i in range(10):
+        engine.add(prompt(37, i), asks(1))
+    drain(engine)
+    chunks = [r.prefill_tokens for r in records]
+    assert sum(chunks) == 370
+    assert all(r.decode_tokens + r.prefill_tokens == 16 for r in records[:23])
+
+
 def test_the_watermark_keeps_blocks_for_those_that_run() -> None:
     """Admission beside others leaves them; alone, a request may have the whole pool."""
     engine, _, _ = make(blocks=20, watermark=0.5, prefix_caching=False)
