@@ -39,18 +39,18 @@ def beside_decodes(
 
 @pytest.mark.parametrize("limit", [1.0, 3.0, 6.0, 12.0])
 def test_few_prompts_hold_up_no_decode_for_longer_than_the_limit(limit: float) -> None:
-    """But for the smallest step with seven tenths of the largest one's tokens a second."""
-    steps = beside_decodes(2, 1500, stall_limit=limit)
+    """But for the smallest step with four fifths of the largest one's tokens a second."""
+    steps = beside_decodes(2, 1000, stall_limit=limit)
     alone = 0.01 + 8e-3  # six decodes, in the bucket of 8
     seconds = {size: 0.01 + 1e-3 * size for size in (8, 16, 32, 64, 128, 256, 512)}
     rates = {size: (size - 6) / took for size, took in seconds.items()}
-    efficient = min(size for size, rate in rates.items() if rate >= 0.7 * rates[512])
+    efficient = min(size for size, rate in rates.items() if rate >= 0.8 * rates[512])
     within = max(size for size, took in seconds.items() if took <= limit * alone)
     most = max(efficient, within)
     assert (most == efficient) == (limit < 12.0)
     assert max(r.bucket for r in steps) == most
     full = [r for r in steps if r.bucket == most and not r.padded_tokens]
-    assert len(full) >= 10 and all(r.unused == "time_budget" for r in full)
+    assert len(full) >= 7 and all(r.unused == "time_budget" for r in full)
 
 
 @pytest.mark.parametrize(
@@ -59,12 +59,12 @@ def test_few_prompts_hold_up_no_decode_for_longer_than_the_limit(limit: float) -
         {"stall_limit": 0},
         {"costs": False},
         {"prompts": 5},
-        {"prompts": 3, "length": 3000},  # more than eight steps
+        {"length": 1500},  # more than four steps
         {"mode": "fixed", "chunk_size": 256},
     ],
 )
 def test_the_whole_budget_is_used_where_nobody_set_a_limit_or_many_wait(rules: dict) -> None:
-    steps = beside_decodes(**{"prompts": 2, "length": 1500, "stall_limit": 3.0, **rules})
+    steps = beside_decodes(**{"prompts": 2, "length": 1000, "stall_limit": 3.0, **rules})
     assert max(r.bucket for r in steps) == 512
     assert steps[0].unused != "time_budget"
 
@@ -77,7 +77,7 @@ def test_one_prompt_is_few_however_long_it_is(monkeypatch: pytest.MonkeyPatch) -
 
 def test_contexts_beyond_a_window_do_not_lengthen_what_decodes_take_alone() -> None:
     """Six contexts of 600 take 0.36 s where all of it is read, 6 ms in a window of 10."""
-    beside = {"length": 1500, "stream": 600, "context": 1e-4, "stall_limit": 3.0}
+    beside = {"length": 1000, "stream": 600, "context": 1e-4, "stall_limit": 3.0}
     whole = beside_decodes(2, **beside)
     assert max(r.bucket for r in whole) == 512
     steps = beside_decodes(2, **beside, windows=(10,))
@@ -87,5 +87,5 @@ def test_contexts_beyond_a_window_do_not_lengthen_what_decodes_take_alone() -> N
 
 def test_a_step_that_costs_next_to_nothing_more_is_not_cut() -> None:
     """An accelerator's: 512 tokens take 1.5 times what 8 do."""
-    steps = beside_decodes(2, 1500, seconds=1e-5)
+    steps = beside_decodes(2, 1000, seconds=1e-5)
     assert steps[0].bucket == 512 and steps[0].unused is None
