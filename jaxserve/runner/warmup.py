@@ -23,7 +23,7 @@ CANARY_TOKENS = 64
 _BESIDE = 3  # tokens of the second request
 _PREFIX = 5  # tokens of the first at least before its first slice
 _MOST_STEPS = 4  # of a bucket that is to be proved
-_LONG_S = 0.6  # beside which what only a first run does is little
+_LONG_S = 0.4  # beside which what only a first run does is little
 _CONTEXT = 1024  # positions that attention is measured at
 _CHUNK = 128  # tokens of the chunk that is measured, where there is such a bucket
 # By the types of model and KV: shares of an entry of a hidden state, or of its root mean square
