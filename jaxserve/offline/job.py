@@ -156,7 +156,8 @@ class Job:
         again.
         """
         stop = stop or Never()
-        lines = LookAhead(source, self._config, in_order=self._options.in_order)
+        windows = self._engine.limits.windows
+        lines = LookAhead(source, self._config, windows, in_order=self._options.in_order)
         while self._fill(lines, sink, stop) or self._lines:
             if stop.expired:
                 self._give_up()
