@@ -6,6 +6,7 @@ new config in which nothing is left to derive.  Every section raises ValueError 
 """
 
 import dataclasses
+import functools
 import math
 import re
 from collections.abc import Mapping
@@ -252,6 +253,12 @@ class SloClass:
         _number("tpot_ms", self.tpot_ms, 0.0, 1e9)
 
 
+@functools.lru_cache(maxsize=8)
+def _unnamed_class(ttft_ms: float, tpot_ms: float) -> SloClass:
+    """Every request asks for it."""
+    return SloClass(ttft_ms, tpot_ms)
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class SloConfig:
     """Deadlines, which scheduler.mode = "time" keeps."""
@@ -275,7 +282,7 @@ class SloConfig:
     def of(self, name: str) -> SloClass:
         """The class of that name, "" for that of requests that name none.  Raises ValueError."""
         if not name:
-            return SloClass(self.ttft_ms, self.tpot_ms)
+            return _unnamed_class(self.ttft_ms, self.tpot_ms)
         if name not in self.classes:
             known = ", ".join(self.classes) or "none"
             raise ValueError(f"slo_class={name!r} is not one of [slo.classes] ({known})")

@@ -19,6 +19,7 @@ MAX_STOP_LENGTH = 1024  # characters of one stop string
 MAX_BIAS_VALUE = 100.0  # logit_bias values lie in [-100, 100]
 MAX_CLASS = 64  # characters of slo_class
 MAX_INT = 2**31 - 1
+MIN_SEED, MAX_SEED = -(2**63), 2**64 - 1
 GREEDY_TEMPERATURE = 1e-4  # anything below is greedy
 SAMPLERS = ("greedy", "random", "full")  # sampling programs; each serves what those before it serve
 
@@ -72,11 +73,22 @@ class SamplingParams:
             if value is not None:
                 _check_int(name, value, 0, MAX_LOGPROBS)
         if self.seed is not None:
-            _check_int("seed", self.seed, -(2**63), 2**64 - 1)
+            _check_int("seed", self.seed, MIN_SEED, MAX_SEED)
         if type(self.ignore_eos) is not bool:
             raise ValueError(f"ignore_eos={self.ignore_eos!r} must be true or false")
         _check_bias(self.logit_bias)
         _check_stops(self.stop, self.stop_token_ids)
+
+    def __hash__(self) -> int:
+        return hash((self.max_tokens, self.temperature, self.stop, self.n, self.seed))
+
+    def with_seed(self, seed: int) -> "SamplingParams":
+        """The same with another seed, without a second look at everything else."""
+        _check_int("seed", seed, MIN_SEED, MAX_SEED)
+        other = object.__new__(SamplingParams)
+        for name in _OPTIONS:
+            object.__setattr__(other, name, seed if name == "seed" else getattr(self, name))
+        return other
 
     @property
     def is_greedy(self) -> bool:
@@ -98,6 +110,9 @@ class SamplingParams:
     def sampler(self) -> int:
         """Index in SAMPLERS of the least program that serves it."""
         return 2 if self.needs_full else int(not self.is_greedy)
+
+
+_OPTIONS = tuple(field.name for field in dataclasses.fields(SamplingParams))
 
 
 def _check_int(name: str, value: object, low: int, high: int) -> None:

@@ -56,6 +56,8 @@ class PrefixCache:
     ) -> Hit:
         """The longest cached prefix of `tokens` of at most `num_blocks` blocks, a multiple of
         `multiple` of them."""
+        if not num_blocks:
+            return self.no_hit
         length = num_blocks
         for entries, sees in zip(self._entries, self._sees, strict=True):
             if sees is None:

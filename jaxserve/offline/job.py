@@ -156,7 +156,8 @@ class Job:
         again.
         """
         stop = stop or Never()
-        lines = LookAhead(source, self._config, in_order=self._options.in_order)
+        windows = self._engine.limits.windows
+        lines = LookAhead(source, self._config, windows, in_order=self._options.in_order)
         while self._fill(lines, sink, stop) or self._lines:
             if stop.expired:
                 self._give_up()
@@ -184,36 +185,38 @@ class Job:
         return EngineUse.of(self._engine.stats).since(self._before)
 
     def _fill(self, source: LookAhead, sink: Sink, stop: Stop) -> bool:
-        """Takes lines until the window is full or none is ready; False when no more are to come.
+        """Takes lines until the window is full or none is ready, and at most as many as the window
+        holds; False when no more are to come.  Ctrl-C waits for its end.
 
         Waits for a line only when the engine has nothing else to do.
         """
-        while self._driver.num_running < self._window and self._engine.num_waiting < self._queued:
-            if stop.asked:
-                return False
-            busy = self._engine.num_waiting > 0
-            item = self._waiting or source.take(wait=not self._lines, patient=busy)
-            self._waiting = None
-            if item is None:
-                return not source.ended
-            if isinstance(item, Failed):
-                self._fail(sink, item)
-                if not self._lines:
-                    break  # so that progress shows even when every line fails
-            elif not self._submit(item, source, sink):
-                break
+        with Uninterrupted():
+            for _ in range(self._window):
+                waiting = self._engine.num_waiting
+                if waiting >= self._queued or self._driver.num_running >= self._window:
+                    break
+                if stop.asked:
+                    return False
+                item = self._waiting or source.take(wait=not self._lines, patient=waiting > 0)
+                self._waiting = None
+                if item is None:
+                    return not source.ended
+                if isinstance(item, Failed):
+                    self._fail(sink, item)
+                    if not self._lines:
+                        break  # so that progress shows even when every line fails
+                elif not self._submit(item, source, sink):
+                    break
         return True
 
     def _submit(self, line: Ready, source: LookAhead, sink: Sink) -> bool:
         """False when the queue has no place: the line waits."""
         task = line.task
         try:
-            with Uninterrupted():
-                sampling = self._seeded(line)
-                generation = self._driver.submit(
-                    line.prompt, sampling, priority=task.priority, salt=task.salt
-                )
-                self._lines[generation] = line
+            generation = self._driver.submit(
+                line.prompt, self._seeded(line), priority=task.priority, salt=task.salt
+            )
+            self._lines[generation] = line
         except QueueFull:
             if not self._lines:
                 message = f"n={task.sampling.n} is more than scheduler.max_waiting allows"
@@ -233,7 +236,7 @@ class Job:
         sampling = line.task.sampling
         if sampling.seed is not None or sampling.is_greedy:
             return sampling
-        return dataclasses.replace(sampling, seed=line_seed(self._config.sampling.seed, line.place))
+        return sampling.with_seed(line_seed(self._config.sampling.seed, line.place))
 
     def _step(self, lines: LookAhead, sink: Sink) -> None:
         """One step, and the results of what it finished; Ctrl-C waits until they are written."""
@@ -278,7 +281,8 @@ class Job:
         result = results.success(line.place, line.custom_id, body)
         sink.write(line.place, Outcome.DONE, msgspec.json.encode(result))
         totals.done += 1
-        totals.finish_reasons.update(sample.finish_reason for sample in completion.outputs)
+        for sample in completion.outputs:
+            totals.finish_reasons[sample.finish_reason] += 1
 
     def _fail(self, sink: Sink, line: Failed, status: int = 400) -> None:
         result = results.failure(line.place, line.custom_id, line.error, status)

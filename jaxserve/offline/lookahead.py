@@ -3,8 +3,10 @@
 from typing import TYPE_CHECKING
 
 from jaxserve.config import EngineConfig
+from jaxserve.kv.groups import FULL, Windows, row_blocks
 from jaxserve.offline.order import Window, rank
 from jaxserve.offline.parse import Failed, Ready
+from jaxserve.request import SamplingParams
 
 if TYPE_CHECKING:
     from jaxserve.offline.job import Source
@@ -19,10 +21,20 @@ class LookAhead:
     Never waits for a line while it has one.
     """
 
-    def __init__(self, lines: "Source", config: EngineConfig, *, in_order: bool = False) -> None:
-        """`config` is resolved."""
+    def __init__(
+        self,
+        lines: "Source",
+        config: EngineConfig,
+        windows: Windows = FULL,
+        *,
+        in_order: bool = False,
+    ) -> None:
+        """`config` is resolved; `windows` are those of the model's groups of layers."""
         self._lines = lines
+        self._config = config
+        self._windows = windows
         self._max_len = config.model.max_len
+        self._samples = self._kv_blocks = 0  # of the lines so far
         self._window = None if in_order else Window[Ready](config.cache.block_size)
         self._leading: dict[int, int] = {}  # index of a line -> its place in the window's order
 
@@ -46,7 +58,9 @@ class LookAhead:
             if isinstance(line, Failed):
                 return line
             asked, num_prompt = line.task.sampling, len(line.prompt)
-            window.put(line, line.prompt, rank(num_prompt, asked, self._max_len))
+            tight = self._is_tight(num_prompt, asked)
+            order = rank(num_prompt, asked, self._max_len)
+            window.put(line, line.prompt, order, keeps_turn=tight)
         if not window:
             return None
         taken = window.take(patient=patient)
@@ -61,3 +75,12 @@ class LookAhead:
         place = self._leading.pop(line.place.index, None) if self._leading else None
         if place is not None and self._window is not None:
             self._window.computed(place)
+
+    def _is_tight(self, num_prompt: int, sampling: SamplingParams) -> bool:
+        """Seats full of lines like this one and those before could need more KV than there is."""
+        cache, seats = self._config.cache, self._config.scheduler.max_seqs
+        longest = min(num_prompt + sampling.max_tokens, self._max_len)
+        blocks = row_blocks(self._windows, longest, cache.block_size, self._config.max_chunk)
+        self._samples += sampling.n
+        self._kv_blocks += sampling.n * blocks
+        return self._kv_blocks * seats > self._samples * cache.num_blocks

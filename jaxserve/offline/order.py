@@ -5,6 +5,10 @@ prefix leave it one after the other, so that the prefix cache still holds what t
 first through the tree of prefixes: the best order for a cache that forgets the oldest, SGLang,
 arXiv 2312.07104, theorem 3.1).  Among equals the longest goes first, so that none of the long ones
 starts last and runs alone (longest processing time first, Graham 1969).
+
+Where the KV pool is full before the seats are, that would run the long ones few at a time and
+preempt them late, and the short ones afterwards: there, lines that share nothing keep their turn,
+which mixes them.
 """
 
 import heapq
@@ -146,9 +150,12 @@ class Window[T]:
     def has_room(self) -> bool:
         return len(self) < self._max_items and self._num_tokens < self._max_tokens
 
-    def put(self, item: T, prompt: Sequence[int], rank: int) -> None:
-        """`rank`: of two that share as much with the item before, the greater one goes first."""
+    def put(self, item: T, prompt: Sequence[int], rank: int, *, keeps_turn: bool = False) -> None:
+        """`rank`: of two that share as much with the item before, the greater one goes first.
+        `keeps_turn`: while no item inside begins as it does, this one counts as of rank 0."""
         path = prefix_keys(prompt, self._block_size)
+        if keeps_turn and not (path and path[0] in self._groups):
+            rank = 0
         place = self._put
         self._put += 1
         self._num_tokens += len(prompt)

@@ -1,7 +1,7 @@
 """Reads ahead of the engine."""
 
-import queue
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable
 
 from jaxserve.offline.jsonl import Line
@@ -13,14 +13,19 @@ WAIT_SECONDS = 0.1
 
 class Reader:
     """A source of parsed and tokenised lines, worked at in a thread of its own at most READ_AHEAD
-    lines ahead."""
+    lines ahead.
+
+    Neither thread takes a lock for a line unless it has to wait for the other one, or the other
+    one may be waiting: the reader for a queue that is half empty, whoever takes for a first line.
+    """
 
     def __init__(self, lines: Iterable[Line], parse: Callable[[Line], Ready | Failed]) -> None:
         """`lines` is iterated, and `parse` called, in that thread."""
         self._lines = lines
         self._parse = parse
-        self._queue: queue.Queue[Ready | Failed | BaseException | None] = queue.Queue(READ_AHEAD)
-        self._stopped = threading.Event()
+        self._items: deque[Ready | Failed | BaseException | None] = deque()
+        self._changed = threading.Condition()
+        self._stopped = False
         self._ended = False
         self._thread = threading.Thread(target=self._work, name="jaxserve-reader", daemon=True)
         self._thread.start()
@@ -36,12 +41,12 @@ class Reader:
 
         An OSError of the file comes out here.
         """
-        if self._ended:
+        items = self._items
+        if self._ended or not (items or wait and self._wait_for_first()):
             return None
-        try:
-            item = self._queue.get(block=wait, timeout=WAIT_SECONDS)
-        except queue.Empty:
-            return None
+        item = items.popleft()
+        if len(items) == READ_AHEAD // 2:
+            self._notify()
         if isinstance(item, BaseException):
             self._ended = True
             raise item
@@ -50,7 +55,8 @@ class Reader:
 
     def stop(self) -> None:
         """Ends the thread.  Idempotent."""
-        self._stopped.set()
+        self._stopped = True
+        self._notify()
         self._thread.join()
 
     def _work(self) -> None:
@@ -64,10 +70,19 @@ class Reader:
 
     def _put(self, item: Ready | Failed | BaseException | None) -> bool:
         """False when nobody will take it."""
-        while not self._stopped.is_set():
-            try:
-                self._queue.put(item, timeout=0.1)
-            except queue.Full:
-                continue
-            return True
-        return False
+        items = self._items
+        if len(items) >= READ_AHEAD:
+            with self._changed:
+                self._changed.wait_for(lambda: self._stopped or len(items) <= READ_AHEAD // 2)
+        items.append(item)
+        if len(items) == 1:
+            self._notify()
+        return not self._stopped
+
+    def _wait_for_first(self) -> bool:
+        with self._changed:
+            return self._changed.wait_for(lambda: bool(self._items), WAIT_SECONDS)
+
+    def _notify(self) -> None:
+        with self._changed:
+            self._changed.notify_all()

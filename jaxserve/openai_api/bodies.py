@@ -7,8 +7,9 @@ that only label a request are taken and change nothing.
 
 import dataclasses
 import difflib
+import functools
 import re
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -96,8 +97,7 @@ class _Chat(_Common, kw_only=True):
 BODIES = (_Chat, _Text)  # for a description of them
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Task:
+class Task(NamedTuple):
     """A prompt that can be tokenised: exactly one of text, token_ids and messages is not None."""
 
     sampling: SamplingParams
@@ -114,8 +114,7 @@ class Task:
         return self.messages is not None
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Call:
+class Call(NamedTuple):
     """A whole body: one task a prompt, which differ in the prompt only."""
 
     tasks: list[Task]
@@ -164,7 +163,7 @@ def short_name(name: str) -> str:
 
 def convert[T: msgspec.Struct](value: dict[str, Any], kind: type[T], where: str) -> T:
     """`value` as a struct; RequestError names the field that is unknown or has a wrong type."""
-    known = kind.__struct_fields__
+    known = _field_names(kind)
     taken: dict[str, Any] = {}
     for key, entry in value.items():
         if key in known:
@@ -174,7 +173,7 @@ def convert[T: msgspec.Struct](value: dict[str, Any], kind: type[T], where: str)
                 message = f"{where}{key} is not supported with this value; leave it out"
                 raise RequestError("unsupported_field", message, f"{where}{key}")
         else:
-            close = difflib.get_close_matches(key[:80], known, n=1, cutoff=0.75)
+            close = difflib.get_close_matches(key[:80], kind.__struct_fields__, n=1, cutoff=0.75)
             hint = f"; did you mean {close[0]}?" if close else ""
             message = f"unknown field {where}{shorten(key)}{hint}"
             raise RequestError("unknown_field", message, f"{where}{shorten(key)[1:-1]}")
@@ -185,6 +184,11 @@ def convert[T: msgspec.Struct](value: dict[str, Any], kind: type[T], where: str)
         path = path.rstrip("`")
         message = f"{where}{path}: {what}" if path else f"{where}{what}"
         raise RequestError("invalid_request", message, f"{where}{path}" or None) from error
+
+
+@functools.cache
+def _field_names(kind: type[msgspec.Struct]) -> frozenset[str]:
+    return frozenset(kind.__struct_fields__)
 
 
 def _call(body: _Common, sampling: SamplingParams, prompts: list[dict[str, Any]]) -> Call:
@@ -249,21 +253,37 @@ _SAME_NAME = (
 def _sampling(
     body: _Common, defaults: SamplingParams, logprobs: int | None, max_tokens: int | None
 ) -> SamplingParams:
-    given: dict[str, Any] = {name: getattr(body, name) for name in _SAME_NAME}
-    given["max_tokens"] = max_tokens
+    given: list[tuple[str, Any]] = [
+        (name, value) for name in _SAME_NAME if (value := getattr(body, name)) is not None
+    ]
+    if max_tokens is not None:
+        given.append(("max_tokens", max_tokens))
     if body.stop is not None:
-        given["stop"] = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop)
+        stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop)
+        given.append(("stop", stop))
     if body.stop_token_ids is not None:
-        given["stop_token_ids"] = tuple(body.stop_token_ids)
-    if body.logit_bias is not None:
-        given["logit_bias"] = {_token_id(key): bias for key, bias in body.logit_bias.items()}
-    given = {name: value for name, value in given.items() if value is not None}
+        given.append(("stop_token_ids", tuple(body.stop_token_ids)))
+    bias = body.logit_bias
+    entries = None if bias is None else tuple((_token_id(key), bias[key]) for key in bias)
     try:
-        return dataclasses.replace(defaults, logprobs=logprobs, **given)
+        return _replaced(defaults, logprobs, tuple(given), entries)
     except ValueError as error:
         named = re.match(r"\w+", str(error))
         param = named[0] if named and named[0] in _Chat.__struct_fields__ else None
         raise RequestError("invalid_request", str(error), param) from error
+
+
+@functools.lru_cache(maxsize=64)
+def _replaced(
+    defaults: SamplingParams,
+    logprobs: int | None,
+    given: tuple[tuple[str, Any], ...],
+    bias: tuple[tuple[int, float], ...] | None,
+) -> SamplingParams:
+    """Most lines of a job, and most requests of a client, ask for the same options: they are
+    checked once.  No two values of one option that are equal differ in type."""
+    options = dict(given) if bias is None else dict(given, logit_bias=dict(bias))
+    return dataclasses.replace(defaults, logprobs=logprobs, **options)
 
 
 def _token_id(key: str) -> int:

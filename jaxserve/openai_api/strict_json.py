@@ -18,13 +18,7 @@ def parse_object(data: bytes, what: str) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise RequestError("invalid_json", f"not valid UTF-8 at byte {error.start}") from error
     try:
-        value = json.loads(
-            text,
-            object_pairs_hook=_unique_keys,
-            parse_constant=_refuse_constant,
-            parse_float=_finite_float,
-            parse_int=_bounded_int,
-        )
+        value = _DECODER.decode(text)
     except json.JSONDecodeError as error:
         message = f"invalid JSON: {error.msg} (column {error.colno})"
         raise RequestError("invalid_json", message) from error
@@ -63,6 +57,14 @@ def _bounded_int(digits: str) -> int:
     if len(digits) > 20:
         raise RequestError("invalid_json", f"the number {shorten(digits)} is too large")
     return int(digits)
+
+
+_DECODER = json.JSONDecoder(
+    object_pairs_hook=_unique_keys,
+    parse_constant=_refuse_constant,
+    parse_float=_finite_float,
+    parse_int=_bounded_int,
+)
 
 
 def _refuse_surrogates(value: dict[str, Any]) -> None:

@@ -38,6 +38,7 @@ class BatchEngine:
     ) -> None:
         """`send` may be called from any thread."""
         self._remote = RemoteEngine(config, limits, send, numbers)
+        self.limits = limits
         self._changed = threading.Condition()
         self._lost: str | None = None
         self.stats = Totals()  # of the whole engine they would be; a job of a server reports none

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from jaxserve.text.tokenizer import Tokenizer
 
 _LONGEST_CHARACTER = 4  # bytes of UTF-8
+_Decoder = codecs.getincrementaldecoder("utf-8")
 
 
 class Detokenizer:
@@ -20,7 +21,7 @@ class Detokenizer:
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._decoder = _Decoder("replace")
         self._decoder.decode(_last_bytes(tokenizer, prompt_ids))
         self._prompt_open = self._decoder.getstate()[0] != b""  # the prompt ends inside a character
         self._at_start = tokenizer.strips_first_space and not any(

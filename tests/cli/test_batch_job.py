@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 import threading
 import time
 from collections import Counter
@@ -15,8 +16,9 @@ from jaxserve.config import EngineConfig
 from jaxserve.llm import LLM
 from jaxserve.offline import inputs, jsonl, reader
 from jaxserve.offline.lookahead import LookAhead
-from jaxserve.offline.parse import Parser
+from jaxserve.offline.parse import Failed, Parser
 from jaxserve.openai_api.bodies import short_name
+from jaxserve.openai_api.errors import RequestError
 from jaxserve.request import SamplingParams
 from tests.cli import fakes
 from tests.cli.files import GOOD, Files, strict
@@ -285,6 +287,28 @@ def test_the_reader_stays_a_bounded_number_of_lines_ahead(files: Files):
     assert numbers == list(range(1, 1001))
     assert source.ended
     source.stop()
+
+
+@pytest.mark.parametrize("ahead", [1, 2, 5])
+def test_reader_and_taker_never_miss_each_other(ahead: int, monkeypatch: pytest.MonkeyPatch):
+    """Threads are switched all the time, and each waits for the other one again and again."""
+    monkeypatch.setattr(reader, "READ_AHEAD", ahead)
+    monkeypatch.setattr(reader, "WAIT_SECONDS", 60.0)  # a missed notice would take that long
+    bad, interval = RequestError("invalid_json", "bad"), sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    begun = time.monotonic()
+    try:
+        lines = [jsonl.Line(jsonl.Place(number), b"") for number in range(1, 4001)]
+        source = reader.Reader(lines, lambda line: Failed(line.place, None, bad))
+        taken = []
+        while not source.ended and time.monotonic() - begun < 50:
+            item = source.take(wait=len(taken) % 3 > 0)
+            if item is not None:
+                taken.append(item.place.number)
+    finally:
+        sys.setswitchinterval(interval)
+    source.stop()
+    assert taken == list(range(1, 4001))
 
 
 def test_a_reader_that_nobody_empties_can_be_stopped(files: Files):

@@ -1,6 +1,8 @@
 """Lines of a job: strict JSON, bounded memory, every fault named."""
 
+import dataclasses
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -244,3 +246,42 @@ def test_b79_ids():
 def test_a_column_is_one_of_the_line(end: bytes):
     with pytest.raises(RequestError, match=r"column 14\)"):
         parse_object(Line(Place(1), b'{"prompt":"x"' + end))
+
+
+OPTIONS = [
+    {},
+    {"temperature": 0},
+    {"temperature": 1, "n": 1},
+    {"temperature": 1.0, "top_p": 1.0, "n": 2},
+    {"top_k": 1},
+    {"min_tokens": 1},
+    {"ignore_eos": True},
+    {"ignore_eos": False},
+    {"seed": 1},
+    {"stop": "1"},
+    {"stop": ["1"], "stop_token_ids": [1]},
+    {"logit_bias": {"1": 1}},
+    {"logit_bias": {"1": 1.5}},
+    {"logit_bias": {}},
+    {"logprobs": 1},
+    {"prompt_logprobs": 1},
+]
+
+
+def test_options_that_were_parsed_before_are_no_other_ones():
+    """Options are checked once and then found again: in any order each line gets its own."""
+    defaults = [SamplingParams(), SamplingParams(logit_bias={7: 1.0}, seed=5, max_tokens=9)]
+    cases = [(default, options) for default in defaults for options in OPTIONS] * 3
+    random.Random(0).shuffle(cases)
+    for default, options in cases:
+        found = parse_task({"prompt": "x", **options}, default).sampling
+        wanted = dict(options)
+        if "stop" in wanted:
+            wanted |= {"stop": ("1",)}
+        if "stop_token_ids" in wanted:
+            wanted |= {"stop_token_ids": (1,)}
+        if "logit_bias" in wanted:
+            wanted |= {"logit_bias": {int(key): b for key, b in options["logit_bias"].items()}}
+        expected = dataclasses.replace(default, **wanted)
+        assert found == expected
+        assert [type(v) for v in (found.n, found.ignore_eos)] == [int, bool]

@@ -1,5 +1,6 @@
 """The order of a batch job: laws of the window, and what they are good for."""
 
+import dataclasses
 import random
 from collections import OrderedDict
 from typing import Any
@@ -9,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.batch.buckets import resolve
-from jaxserve.config import EngineConfig
+from jaxserve.config import CacheConfig, EngineConfig, SchedulerConfig
 from jaxserve.offline.jsonl import Place
 from jaxserve.offline.lookahead import LookAhead
 from jaxserve.offline.order import MAX_DEPTH, MAX_LEADING, Window, prefix_keys, rank
@@ -144,6 +145,15 @@ def test_a_group_that_waits_does_not_hide_another_far_behind():
     assert [taken_from(window).item for _ in range(3)] == [0, 100, 1]
 
 
+def test_what_keeps_its_turn_goes_by_arrival_after_what_shares():
+    window = Window[str](BLOCK)
+    for name, path, value in (
+        ("a", (1,), 3), ("b", (2,), 9), ("c", (), 8), ("b2", (2, 5), 4), ("d", (3,), 7),
+    ):  # fmt: skip
+        window.put(name, prompt(*path), value, keeps_turn=True)
+    assert drain(window) == ["b2", "b", "a", "c", "d"]
+
+
 def test_what_every_block_in_common_means():
     assert prefix_keys(prompt(1, 2, 3), BLOCK)[:2] == prefix_keys(prompt(1, 2, 4), BLOCK)[:2]
     assert prefix_keys(prompt(1, 2, 3), BLOCK)[2] != prefix_keys(prompt(1, 2, 4), BLOCK)[2]
@@ -231,6 +241,25 @@ def test_in_order_is_the_order_of_the_input():
     assert take_all(LookAhead(Listed(*lines), CONFIG, in_order=True)) == list(range(50))
     ordered = take_all(LookAhead(Listed(*lines), CONFIG))
     assert sorted(ordered) == list(range(50)) and ordered[:7] == [6, 13, 20, 27, 34, 41, 48]
+
+
+@pytest.mark.parametrize(
+    ("windows", "blocks", "sorts"),
+    [((None,), 64, True), ((None,), 63, False), ((None, None), 64, False), ((32, None), 64, False)],
+)
+def test_lines_are_sorted_by_length_only_where_the_pool_holds_full_seats(
+    windows, blocks: int, sorts: bool
+):
+    """16 tokens a block, 32 seats, lines of one token and 16 to 31 more: two blocks a group."""
+    lines = [ready(index, 16 + index % 16) for index in range(63)]
+    asked = dataclasses.replace(
+        EngineConfig(),
+        cache=CacheConfig(block_size=16, num_blocks=blocks),
+        scheduler=SchedulerConfig(max_seqs=32),
+    )
+    out = take_all(LookAhead(Listed(*lines), resolve(asked, 256, 1 << 20), windows))
+    assert sorted(out) == list(range(63))
+    assert (out == list(range(63))) == (not sorts)
 
 
 def test_a_bad_line_is_not_kept_and_nothing_waits_while_a_line_is_there():

@@ -155,6 +155,17 @@ def test_resolve_leaves_nothing_to_derive_and_is_idempotent() -> None:
     assert resolve(config, 8192, 1 << 20) == config
 
 
+@pytest.mark.parametrize("seed", [0, -1, -(2**63), 2**64 - 1])
+def test_another_seed_changes_nothing_else(seed: int) -> None:
+    asked = SamplingParams(max_tokens=3, stop=("a",), logit_bias={1: 2.0}, logprobs=4, seed=9)
+    assert asked.with_seed(seed) == dataclasses.replace(asked, seed=seed)
+    assert asked.seed == 9
+    assert hash(asked.with_seed(9)) == hash(asked)
+    for wrong in (2**64, -(2**63) - 1, 1.0, True):
+        with pytest.raises(ValueError, match="seed"):
+            asked.with_seed(wrong)  # type: ignore[arg-type]
+
+
 def test_resolve_cuts_max_seqs_to_the_budget() -> None:
     config = _resolved(scheduler=SchedulerConfig(token_budget=5))
     assert config.scheduler.max_seqs == 5
