@@ -19,9 +19,14 @@ from tests.reference import files, tiny
 from tools import preflight_configs
 
 ROOT = Path(__file__).parent.parent.parent
-TPU = pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed"
-)
+
+
+def tpu(test: Any) -> Any:
+    """Needs a compiler for TPUs."""
+    missing = importlib.util.find_spec("libtpu") is None
+    return pytest.mark.tpu(pytest.mark.skipif(missing, reason="libtpu is not installed")(test))
+
+
 GPU = pytest.mark.skipif(
     importlib.util.find_spec("jax_cuda13_plugin") is None, reason="no compiler for GPUs"
 )
@@ -115,7 +120,7 @@ def test_a_bundle_is_what_the_engine_starts_from(tmp_path: Path, monkeypatch: py
     assert found == names
 
 
-@TPU
+@tpu
 def test_a_tpu_slice_that_is_not_here(model: str):
     """Four chips: two sums a layer and one for the embedding, KV in place, no weight is moved."""
     settings = (*SETTINGS, "--set", "mesh.tensor=4")
@@ -144,7 +149,7 @@ def check_groups(target: str, kernels: str, tmp_path: Path) -> None:
     assert kv["largest_tokens"] > 4 * kv["largest_blocks"] * 16 / 6
 
 
-@TPU
+@tpu
 @pytest.mark.parametrize("kernels", ["xla", "auto"])
 def test_groups_of_layers_and_several_heads_on_a_chip(kernels: str, tmp_path: Path):
     check_groups("v6e:1x1", kernels, tmp_path)
@@ -157,7 +162,7 @@ def test_groups_of_layers_on_a_gpu(kernels: str, tmp_path: Path):
     check_groups("h200", kernels, tmp_path)
 
 
-@TPU
+@tpu
 def test_the_lints_find_what_they_are_for():
     """In a TPU's own text: a KV that is not donated is copied, a turned weight is moved."""
     command = [sys.executable, "-m", "tests.aot.controls"]
@@ -168,7 +173,7 @@ def test_the_lints_find_what_they_are_for():
     assert found["not donated"] and found["weight turned"]
 
 
-@TPU
+@tpu
 @pytest.mark.parametrize(
     "name", ["v4:1x1x1", "v5e", "v5p:1x1x1", "v6e:1x1", "tpu7x:1x1x1", "v6e:2x4"]
 )
@@ -187,7 +192,7 @@ def test_a_single_chip_of_any_kind_can_be_compiled_for(name: str):
     assert len(set(map(tuple, coords))) == (8 if name == "v6e:2x4" else 1), "of one chip"
 
 
-@TPU
+@tpu
 @pytest.mark.slow
 def test_the_largest_pool_compiles_and_a_larger_one_does_not_fit(model: str):
     found = report("--target", "v5e:1x1", "--model", model, "--max-kv", *SETTINGS)
@@ -272,6 +277,22 @@ def test_every_family_has_a_config():
     for path in preflight_configs.CONFIGS.glob("*.toml"):
         found.add(describe.hf_config(settings.read(path).model.name, path)["model_type"])
     assert found >= set(registry.known()), "a file under configs/ for each"
+
+
+@tpu
+def test_a_ready_made_config_passes_without_its_samplers():
+    """OLMo 2 7B over eight chips; the rest of its programs, and the others, take minutes."""
+    name = "tpu-v5e-8-olmo2-7b"
+    off = (f"sampling.{kind}=false" for kind in ("random", "penalties", "logprobs"))
+    settings = (word for text in off for word in ("--set", text))
+    path = str(preflight_configs.CONFIGS / f"{name}.toml")
+    asked = ("--target", preflight_configs.TARGETS[name], "--config", path, "--largest")
+    found = report(*asked, *settings)
+    assert found["fits"] and not found["problems"]
+    backbone = found["programs"][0]
+    assert backbone["kv_copies"] == [] and backbone["weight_copies"] == []
+    assert backbone["collectives"]["all-reduce"] >= 2
+    assert found["kv"]["largest_tokens"] > 200_000
 
 
 @pytest.mark.slow

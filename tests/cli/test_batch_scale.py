@@ -96,6 +96,7 @@ def test_b80_a_million_lines_start_and_resume_in_seconds_and_little_memory(milli
     assert grown < 1024
 
 
+@pytest.mark.gate
 @pytest.mark.slow
 def test_b80_a_million_lines_through_the_engine(tmp_path: Path):
     """Every line is scheduled, answered by the fake runner and journalled."""

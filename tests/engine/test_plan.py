@@ -146,6 +146,7 @@ def test_float32_weights_serve_over_bfloat16_kv(folder: Path) -> None:
         model=ModelConfig(name=str(folder), dtype="float32"),
         cache=CacheConfig(num_blocks=40, dtype="bfloat16"),
         scheduler=SchedulerConfig(token_budget=8, max_seqs=2),
+        sampling=SamplingConfig(random=False, penalties=False, logprobs=False),
         runner=RunnerConfig(prove=True, compile_cache="off"),
     )
     assembly = build.assemble(config)
