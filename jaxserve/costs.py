@@ -63,6 +63,11 @@ class StepShape(NamedTuple):
     tile_pairs: float = 0.0  # query-key pairs with tiles and turns filled up, see `tile_pairs`
     views: tuple[View, ...] = ALL  # of the model; their shares sum to 1
 
+    @property
+    def turn_rows(self) -> float:
+        """`single_turn_rows`, but that no group has more rows than the program."""
+        return min(self.single_turn_rows, self.single_turns * self.bucket)
+
     def with_singles(self, contexts: Ints) -> "StepShape":
         """With rows of one token more; `contexts` i32[rows]."""
         context, count, rows = self.single_context, self.single_turns, self.single_turn_rows
@@ -219,7 +224,7 @@ class CostModel:
             + self.chunk * shape.chunks
             + self.chunk_pair * shape.chunk_pairs
             + self.turn * shape.single_turns
-            + self.turn_row * shape.single_turn_rows
+            + self.turn_row * shape.turn_rows
             + self.tile_pair * shape.tile_pairs
         )
 

@@ -16,7 +16,7 @@ TERMS = {
     "single": "singles",
     "single_context": "single_context",
     "turn": "single_turns",
-    "turn_row": "single_turn_rows",
+    "turn_row": "turn_rows",
     "chunk": "chunks",
     "chunk_pair": "chunk_pairs",
     "tile_pair": "tile_pairs",

@@ -98,9 +98,10 @@ def _measured(
     )
     jax.block_until_ready(mark)
     seconds = time.perf_counter() - start
+    shape = shape._replace(bucket=bucket)
     pieces = {
         "single_context": shape.single_context,
-        "turn_row": shape.single_turn_rows,
+        "turn_row": shape.turn_rows,
         "chunk_pair": shape.chunk_pairs,
         "tile_pair": shape.tile_pairs,
     }

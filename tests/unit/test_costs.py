@@ -208,6 +208,11 @@ def test_a_model_without_windows_reads_whole_contexts():
         assert shape.tile_pairs == 64 * (1152 + 1152)
 
 
+def test_a_group_has_no_more_rows_than_the_program():
+    alone = NO_STEP.with_singles(np.array([300], np.int32))
+    assert [alone._replace(bucket=size).turn_rows for size in (1, 2, 4, 64)] == [3, 6, 12, 12]
+
+
 def test_a_shape_is_the_sum_of_its_rows():
     singles = np.array([5, 300, 1], np.int32)
     whole = NO_STEP.with_singles(singles).with_chunk(10, 20).with_chunk(6, 1)
