@@ -18,6 +18,7 @@ layers see (`View`): beyond every window a step costs the same however long its 
 
 import bisect
 import dataclasses
+import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -71,13 +72,14 @@ class StepShape(NamedTuple):
     def with_singles(self, contexts: Ints) -> "StepShape":
         """With rows of one token more; `contexts` i32[rows]."""
         context, count, rows = self.single_context, self.single_turns, self.single_turn_rows
+        more = len(contexts)
         for window, share in self.views:
             context += share * seen(contexts, window)
             walked = turns(contexts, window)
             count, rows = count + share * walked[0], rows + share * walked[1]
         return self._replace(
-            tokens=self.tokens + len(contexts),
-            singles=self.singles + len(contexts),
+            tokens=self.tokens + more,
+            singles=self.singles + more,
             single_context=context,
             single_turns=count,
             single_turn_rows=rows,
@@ -121,19 +123,29 @@ def turns(contexts: Ints, window: int | None = None) -> tuple[int, int]:
     one (`GROUPS`).  Every row of a group walks as far as its longest, from where the window of its
     shortest begins.  A program of fewer rows than a full group counts as if it had small ones.
     """
+    longest, shortest, wide = _groups(len(contexts))
+    ordered = np.sort(contexts)
+    ends: list[int] = ordered[longest].tolist()  # of so few, Python's own integers are faster
+    walked = [-(-end // SPAN) for end in ends]
+    if window is not None:
+        lows: list[int] = ordered[shortest].tolist()
+        walked = [
+            turn - max(low - window, 0) // SPAN for turn, low in zip(walked, lows, strict=True)
+        ]
     full, small = GROUPS
-    ordered, total = np.sort(contexts)[::-1], len(contexts)
+    return sum(walked), full * sum(walked[:wide]) + small * sum(walked[wide:])
+
+
+@functools.lru_cache(maxsize=4096)
+def _groups(total: int) -> tuple[Ints, Ints, int]:
+    """Of each group of `total` rows in ascending order the index of the longest and of the
+    shortest, full groups first; how many are full."""
+    full, small = GROUPS
     end = (total + full - 1 - full // 2) // full * full
     starts = [*range(0, end, full), *range(end, total, small)]
-    if not starts:
-        return 0, 0
-    walked = -(-ordered[starts] // SPAN)
-    if window is not None:
-        lasts = np.minimum([*starts[1:], total], total) - 1
-        walked = walked - np.maximum(ordered[lasts] - window, 0) // SPAN
-    first = len(range(0, end, full))  # full groups
-    wide, narrow = int(walked[:first].sum()), int(walked[first:].sum())
-    return wide + narrow, full * wide + small * narrow
+    longest = total - 1 - np.array(starts, np.int32)
+    shortest = np.maximum(total - np.array([*starts[1:], total][: len(starts)], np.int32), 0)
+    return longest, shortest, len(range(0, end, full))
 
 
 def tile_pairs(start: int, num_tokens: int, window: int | None = None) -> int:

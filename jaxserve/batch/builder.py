@@ -32,6 +32,16 @@ class _Rows(NamedTuple):
     samples: NDArray[np.bool_]
 
 
+class _Greedy(NamedTuple):
+    """How the rows of a step of decodes alone were sampled: likely, those of the next one too.
+    `Decoding` makes the array of their seats anew whenever one of them changes."""
+
+    seats: Ints
+    bucket: int
+    inputs: SampleInputs
+    logprobs: bool
+
+
 class BatchBuilder:
     """`config` is resolved; `tables` i32[G, seats, P] are the block tables of each group of layers
     by seat, kept by the KV manager and only read here; `vocab_size` V; `windows` are those of the
@@ -52,7 +62,9 @@ class BatchBuilder:
         self._seat_table = SeatTable(config, vocab_size)
         self._empty = no_step(windows)
         self._ones, self._all = np.ones(rows, np.int32), np.ones(rows, np.bool_)
-        _freeze(self._ones, self._all)
+        self._upwards = np.arange(rows + 1, dtype=np.int32)
+        _freeze(self._ones, self._all, self._upwards)
+        self._greedy: _Greedy | None = None
 
     def build(self, plan: Plan) -> Batch:
         """The step of a plan with at least one chunk."""
@@ -61,13 +73,13 @@ class BatchBuilder:
         rows = self._rows_of(plan)
         shapes = self._shapes[plan.bucket]
         packed = np.zeros(packed_size(shapes), np.int32)
-        self._fill(unpack(packed, shapes), plan, rows)
-        _freeze(packed)
-        inputs = unpack(packed, shapes)  # views of what is read-only are read-only
+        inputs = unpack(packed, shapes)
+        self._fill(inputs, plan, rows)
+        _freeze(packed, *inputs)
         sampler, sampled, logprobs = "none", None, False
         num_samples = int(np.count_nonzero(rows.samples))
         if num_samples:
-            sampler, sampled, logprobs = self._sample(inputs, rows, plan.bucket)
+            sampler, sampled, logprobs = self._sample(inputs, rows, plan)
         return Batch(
             packed=packed,
             inputs=inputs,
@@ -103,12 +115,14 @@ class BatchBuilder:
         width = -(-int(ends.max()) // self._block_size)
         inputs.block_tables[..., :rows, :width] = self._tables[..., seats, :width]
         inputs.kv_lens[:rows] = ends
-        np.cumsum(counts, out=inputs.query_starts[1 : rows + 1])
         inputs.query_starts[rows + 1 :] = total
         inputs.num_decodes[0] = singles
         row_of = seats
         positions = starts
-        if singles < rows:
+        if singles == rows:
+            inputs.query_starts[: rows + 1] = self._upwards[: rows + 1]
+        else:
+            np.cumsum(counts, out=inputs.query_starts[1 : rows + 1])
             row_of = np.repeat(seats, counts)
             first = np.repeat(starts - inputs.query_starts[:rows], counts)
             positions = first + np.arange(total, dtype=np.int32)
@@ -131,13 +145,18 @@ class BatchBuilder:
             inputs.tokens[at : at + num_tokens] = request.tokens[start : start + num_tokens]
             at += num_tokens
 
-    def _sample(self, inputs: StepInputs, of: _Rows, bucket: int) -> tuple[str, SampleInputs, bool]:
-        seats, ends = of.seats, of.ends
+    def _sample(self, inputs: StepInputs, of: _Rows, plan: Plan) -> tuple[str, SampleInputs, bool]:
+        seats, ends, bucket, before = of.seats, of.ends, plan.bucket, self._greedy
+        if before is not None and before.seats is seats and before.bucket == bucket:
+            return "greedy", before.inputs, before.logprobs
         last = inputs.query_starts[1 : len(seats) + 1] - 1
         if not of.samples.all():
             last, seats, ends = last[of.samples], seats[of.samples], ends[of.samples]
         rows = self._row_buckets[bisect.bisect_left(self._row_buckets, len(seats))]
-        return self._seat_table.gather(seats, last, ends, (rows, bucket))
+        sampler, sampled, logprobs = self._seat_table.gather(seats, last, ends, (rows, bucket))
+        if sampler == "greedy" and not plan.chunks:
+            self._greedy = _Greedy(seats, bucket, sampled, logprobs)
+        return sampler, sampled, logprobs
 
     def _scores(self, plan: Plan) -> tuple[ScoreInputs, ...]:
         """Prompt tokens to score, in slices of the largest row bucket: bounded memory."""
@@ -172,4 +191,4 @@ def _reset(request: Request) -> SeatReset:
 
 def _freeze(*arrays: NDArray[Any]) -> None:
     for array in arrays:
-        array.flags.writeable = False
+        array.setflags(write=False)

@@ -220,6 +220,8 @@ class KVManager:
         more = request.reserved - blocks
         if more <= 0:
             return 0
+        if not self._windowed:
+            return more * len(self._groups)
         firsts = self._first[request.seat]
         return sum(
             max(0, min(group.most - blocks + first, more))

@@ -9,8 +9,8 @@ A prefix is found where every group of layers (`kv.groups`) can go on from it: a
 has all its blocks, a group with a window those that the next token sees.
 """
 
-import array
 import hashlib
+import struct
 from collections.abc import Sequence
 from itertools import takewhile
 from typing import NamedTuple
@@ -33,6 +33,7 @@ class PrefixCache:
         self, block_size: int, identity: str, sees: Sequence[int | None] = (None,)
     ) -> None:
         self._block_size = block_size
+        self._pack = struct.Struct(f"{block_size}i").pack
         self._identity = hashlib.sha256(identity.encode()).digest()
         self._sees = sees
         # Of each group: digest -> block, its tokens.
@@ -49,7 +50,7 @@ class PrefixCache:
         """Appends to the chain `digests` of a request until it covers `num_blocks` blocks."""
         first = len(digests)
         if first < num_blocks:
-            self._chain(digests, _blocks(tokens, first, num_blocks, self._block_size), salt)
+            self._chain(digests, self._contents(tokens, first, num_blocks), salt)
 
     def find(
         self, digests: Sequence[bytes], tokens: Sequence[int], num_blocks: int, multiple: int = 1
@@ -67,7 +68,7 @@ class PrefixCache:
             return self.no_hit
         starts = [0 if sees is None else max(0, length - sees) for sees in self._sees]
         first = min(starts)
-        contents = _blocks(tokens, first, length, self._block_size)
+        contents = self._contents(tokens, first, length)
         found: list[list[int]] = []
         for entries, start in zip(self._entries, starts, strict=True):
             known = [entries[digest] for digest in digests[start:length]]
@@ -104,13 +105,14 @@ class PrefixCache:
         """`blocks` of each group hold the full blocks of `tokens` from number `first`; of several
         blocks with one digest the first stays.  Extends the chain `digests` as far as needed."""
         self.extend(digests, tokens, first, salt)
-        contents = _blocks(tokens, first, first + len(blocks[0]), self._block_size)
+        contents = self._contents(tokens, first, first + len(blocks[0]))
         self._chain(digests, contents[len(digests) - first :], salt)
+        known = self._digest
         for group, (entries, own) in enumerate(zip(self._entries, blocks, strict=True)):
             for digest, block, content in zip(digests[first:], own, contents, strict=False):
-                if digest not in entries and block not in self._digest:
+                if digest not in entries and block not in known:
                     entries[digest] = (block, content)
-                    self._digest[block] = (group, digest)
+                    known[block] = (group, digest)
 
     def has(self, block: int) -> bool:
         return block in self._digest
@@ -124,6 +126,11 @@ class PrefixCache:
             entries.clear()
         self._digest.clear()
 
+    def _contents(self, tokens: Sequence[int], first: int, end: int) -> list[bytes]:
+        """The tokens of blocks `first` to `end`, all of them full, as bytes."""
+        size, pack = self._block_size, self._pack
+        return [pack(*tokens[at : at + size]) for at in range(first * size, end * size, size)]
+
     def _chain(self, digests: list[bytes], contents: Sequence[bytes], salt: str) -> None:
         """Appends the digests of the blocks that follow the chain."""
         parent = digests[-1] if digests else self._root(salt)
@@ -133,12 +140,3 @@ class PrefixCache:
 
     def _root(self, salt: str) -> bytes:
         return hashlib.sha256(self._identity + salt.encode("utf-8", "surrogatepass")).digest()
-
-
-def _blocks(tokens: Sequence[int], first: int, end: int, block_size: int) -> list[bytes]:
-    """The tokens of blocks `first` to `end`, as bytes."""
-    raw = array.array("i", tokens[first * block_size : end * block_size]).tobytes()
-    size = 4 * block_size
-    if len(raw) == size:
-        return [raw]
-    return [raw[at : at + size] for at in range(0, len(raw), size)]

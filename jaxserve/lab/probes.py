@@ -72,7 +72,9 @@ class Probes:
         starts = np.array(probe.contexts, np.int32) - 1
         on_device = np.ones(singles, np.bool_)
         seats = np.arange(singles, dtype=np.int32)
-        decodes = Decodes(requests[:singles], [0] * singles, seats, starts, on_device, 0)
+        decodes = Decodes(
+            requests[:singles], [0] * singles, seats, starts, on_device, 0, frozenset()
+        )
         samples = probe.sampler != "none" and not singles
         chunks = [
             Chunk(request, start, n, 0, samples)

@@ -15,6 +15,7 @@ class _Rows(NamedTuple):
     epochs: list[int]
     seats: Ints
     mask: Bools  # bool[seats of the engine]: which are theirs
+    stop_ids: frozenset[int]  # of all of them
 
 
 class Decoding:
@@ -53,11 +54,12 @@ class Decoding:
             self._rows = None
 
     def due(self) -> list[Request]:
-        """Members that need a look before this step."""
+        """Members that need room before they run; the others that need a look are at their end."""
         rows = self._cached()
         needy = self._needy(rows)
         if not needy.any():
             return []
+        needy &= self._progress.computed + 1 < self.limit  # the last token is not on its way
         return [rows.requests[i] for i in needy[rows.seats].nonzero()[0].tolist()]
 
     def plan(self, held: Bools | None = None) -> Decodes:
@@ -74,28 +76,32 @@ class Decoding:
             requests, epochs = [requests[i] for i in keep], [epochs[i] for i in keep]
             seats, starts = seats[runs], starts[runs]
         on_device = self._progress.in_flight[seats] > 0
-        return Decodes(requests, epochs, seats, starts, on_device, self.generation)
+        generation, stop_ids = self.generation, rows.stop_ids
+        return Decodes(requests, epochs, seats, starts, on_device, generation, stop_ids)
 
     def advance(self, decodes: Decodes) -> None:
         """These decodes go into a step."""
-        progress, rows = self._progress, self._rows
-        if rows is not None and decodes.seats is rows.seats:  # without looking up each seat
-            progress.computed += rows.mask
-            progress.in_flight += rows.mask
-        else:
-            progress.computed[decodes.seats] += 1
-            progress.in_flight[decodes.seats] += 1
+        self._count(np.add, self._progress.computed, decodes)
+        self._count(np.add, self._progress.in_flight, decodes)
 
     def landed(self, decodes: Decodes) -> Bools | None:
         """Which rows of a returned step their requests still want, None: all; counts those as
         read."""
         if decodes.generation == self.generation:
-            self._progress.in_flight[decodes.seats] -= 1
+            self._count(np.subtract, self._progress.in_flight, decodes)
             return None
         pairs = zip(decodes.requests, decodes.epochs, strict=True)
         held = np.array([request.epoch == epoch for request, epoch in pairs], np.bool_)
         self._progress.in_flight[decodes.seats[held]] -= 1
         return held
+
+    def _count(self, change: np.ufunc, counts: Ints, decodes: Decodes) -> None:
+        """Adds one to the counts, i32[seats], of these decodes, or subtracts it."""
+        rows = self._rows
+        if rows is not None and decodes.seats is rows.seats:  # without looking up each seat
+            change(counts, rows.mask, out=counts)
+        else:
+            counts[decodes.seats] = change(counts[decodes.seats], 1)
 
     def _needy(self, rows: _Rows) -> Bools:
         """bool[seats]: members that need a look before they run."""
@@ -107,5 +113,7 @@ class Decoding:
             seats = np.array([request.seat for request in requests], np.int32)
             mask = np.zeros(len(self.room), np.bool_)
             mask[seats] = True
-            self._rows = _Rows(requests, [request.epoch for request in requests], seats, mask)
+            epochs = [request.epoch for request in requests]
+            stop_ids = frozenset[int]().union(*[request.stop_ids for request in requests])
+            self._rows = _Rows(requests, epochs, seats, mask, stop_ids)
         return self._rows

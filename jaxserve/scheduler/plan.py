@@ -52,10 +52,11 @@ class Decodes:
     starts: Ints  # position of the token
     on_device: Bools  # the host does not know the token yet
     generation: int  # while the scheduler's is the same, all epochs hold
+    stop_ids: frozenset[int]  # of all of them; others may be among these
 
 
 _NOTHING = np.zeros(0, np.int32)
-NO_DECODES = Decodes((), (), _NOTHING, _NOTHING, np.zeros(0, np.bool_), 0)
+NO_DECODES = Decodes((), (), _NOTHING, _NOTHING, np.zeros(0, np.bool_), 0, frozenset())
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)

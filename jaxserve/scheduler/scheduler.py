@@ -132,13 +132,13 @@ class Scheduler:
             failed = [requests[i] for i in (held & bad).nonzero()[0].tolist()]
             requests = [requests[i] for i in good.nonzero()[0].tolist()]
             starts, seats, tokens = starts[good], seats[good], tokens[good]
-        outputs: list[Output] = []
-        stopped: list[int] = []
-        for request, token in zip(requests, tokens.tolist(), strict=True):
+        ids: list[int] = tokens.tolist()
+        for request, token in zip(requests, ids, strict=True):
             request.tokens.append(token)
-            if token in request.stop_ids:
-                stopped.append(len(outputs))
-            outputs.append(Output(request, (token,)))
+        outputs = list(map(Output, requests, zip(ids, strict=True)))
+        stopped: list[int] = []
+        if not decodes.stop_ids.isdisjoint(ids):
+            stopped = [row for row, r in enumerate(requests) if ids[row] in r.stop_ids]
         filled: Bools = (starts + 1) % self.kv.block_size == 0
         for row in filled.nonzero()[0].tolist():
             self._landed(requests[row], int(starts[row]), 1)
@@ -199,8 +199,7 @@ class Scheduler:
     def _take_decodes(self, draft: Draft) -> None:
         """Gives every decoding request its token, after making room where it has none."""
         for request in self._decoding.due():
-            at_end = request.num_tokens >= request.max_total  # its last token is on its way
-            if request.status is Status.RUNNING and not at_end and self._grow(draft, request, 1):
+            if request.status is Status.RUNNING and self._grow(draft, request, 1):
                 self._decoding.make_room(request, request.num_blocks * self.kv.block_size)
         draft.decodes = self._decoding.plan()
         draft.left -= len(draft.decodes.requests)

@@ -228,7 +228,7 @@ def test_what_windows_save(layers: list, tokens: int, held: int, of_all: int) ->
     blocks = -(-tokens // block_size)
     assert len(layers) * blocks == of_all
     kv = manager(layout.windows, layout.num_groups * (blocks + 1), block_size, chunk, rows=tokens)
-    row = Row(kv, [0] * (tokens - 96), 0, tokens)
+    row = Row(kv, [0] * tokens, 0, tokens)
     while row.end < tokens - 96:
         assert row.step(min(chunk, tokens - 96 - row.end))
     while row.end < tokens:
