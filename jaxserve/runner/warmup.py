@@ -3,6 +3,7 @@ prove that every shape gives the same answers.
 """
 
 import dataclasses
+import functools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -22,7 +23,8 @@ from model_zoo.step_inputs import unpack
 CANARY_TOKENS = 64
 _BESIDE = 3  # tokens of the second request
 _PREFIX = 5  # tokens of the first at least before its first slice
-_MOST_STEPS = 4  # of a bucket that is to be proved
+_REFERENCE_STEPS = 4  # of the reference bucket for the canary, at most
+_STEPS = 2  # of a bucket that is to be proved, at most
 _LONG_S = 0.4  # beside which what only a first run does is little
 _CONTEXT = 1024  # positions that attention is measured at
 _CHUNK = 128  # tokens of the chunk that is measured, where there is such a bucket
@@ -43,9 +45,16 @@ class ProofError(RuntimeError):
 def warm_up(runner: ModelRunner) -> CostModel:
     """Runs every program on padding, those that take little twice; the last run is its measured
     cost.  What `prove` has run and measured counts.  Returns what steps cost."""
+
+    @functools.lru_cache(maxsize=1)  # programs come bucket by bucket
+    def logits(rows: int) -> jax.Array:
+        head, hidden = runner.manifest.get("head", rows), runner.state.hidden
+        inputs = runner.step.head_weights(runner.weights), hidden, np.zeros(rows, np.int32)
+        return jax.block_until_ready(head(*inputs))
+
     for program in runner.manifest:
+        run = _padding_run(runner, program, logits)
         while program.measured_s <= _LONG_S and not (program.uses >= 2 and program.measured_s):
-            run = _padding_run(runner, program)
             start = time.perf_counter()
             jax.block_until_ready(run())
             program.measured_s = time.perf_counter() - start
@@ -109,8 +118,11 @@ def _measured(
     return dataclasses.replace(costs, **{term: cost})
 
 
-def _padding_run(runner: ModelRunner, program: Program) -> Callable[[], Any]:
-    """A call of `program` in which everything is padding; its inputs are ready."""
+def _padding_run(
+    runner: ModelRunner, program: Program, logits_of: Callable[[int], jax.Array]
+) -> Callable[[], Any]:
+    """A call of `program` in which everything is padding; its inputs are ready.  `logits_of` so
+    many rows."""
     step, state, weights = runner.step, runner.state, runner.weights
     kind, bucket = program.spec.kind, program.spec.bucket
     seats = np.full(bucket, step.num_seats, np.int32)
@@ -134,9 +146,7 @@ def _padding_run(runner: ModelRunner, program: Program) -> Callable[[], Any]:
         return seed_counts
     if kind == "head":
         return lambda: program(step.head_weights(weights), state.hidden, np.zeros(bucket, np.int32))
-    head = runner.manifest.get("head", bucket)
-    logits = head(step.head_weights(weights), state.hidden, np.zeros(bucket, np.int32))
-    jax.block_until_ready(logits)
+    logits = logits_of(bucket)
     if kind == "greedy":
         return lambda: program(logits, seats, state.last_tokens)
     if kind == "score":
@@ -170,22 +180,22 @@ def prove(runner: ModelRunner) -> float:
     smallest that takes the canary in a few steps.
 
     Two canary prompts run through each bucket: the end of one as a chunk or several, beside the
-    last token of the other as a decode.  The reference computes what comes before, and a decode
-    after it that reads what the bucket wrote.  Cache slots that nobody wrote hold NaN, pad tokens
-    are random ids at the last position, pad rows name real blocks.  Returns the largest difference
-    seen, as `_TOLERANCE` counts it.
+    last token of the other as a decode.  What comes before is the reference's, and a decode after
+    it reads what the bucket wrote.  Cache slots that nobody wrote hold NaN, pad tokens are random
+    ids at the last position, pad rows name real blocks.  Returns the largest difference seen, as
+    `_TOLERANCE` counts it.
     """
     buckets = runner.manifest.buckets("backbone")
-    enough = (size for size in buckets if size * _MOST_STEPS >= CANARY_TOKENS)
+    enough = (size for size in buckets if size * _REFERENCE_STEPS >= CANARY_TOKENS)
     small = next(enough, buckets[-1])
     canary = _Canary(runner, small)
-    reference, worst = canary.run(small, after=small), 0.0
+    reference, worst = canary.reference, 0.0
     rms = np.sqrt(np.mean(np.square(reference), axis=-1, keepdims=True)) + 1e-6
     scale = np.maximum(rms, np.abs(reference))  # some models have entries of a hundred times that
     limit = _TOLERANCE[runner.config.model.dtype, runner.config.cache.dtype]
     for bucket in [size for size in buckets if size != small] or [small]:
         after = small if bucket == buckets[0] else buckets[0]  # of those proved, the fastest
-        difference = np.max(np.abs(canary.run(bucket, after=after) - reference) / scale)
+        difference = np.max(np.abs(canary.prove(bucket, after=after) - reference) / scale)
         if not difference <= limit:
             raise ProofError(
                 f"program backbone[{bucket}] differs from backbone[{small}] by "
@@ -218,12 +228,12 @@ def _steps(pieces: list[_Piece], size: int) -> list[list[_Piece]]:
 
 class _Canary:
     """Two requests: a prompt that is cut in slices and decodes one token, and a short one whose
-    last token runs beside the first slice.
+    last token runs beside the first slice.  `reference`: hidden states of all their tokens by the
+    bucket `small`, each request alone, f32[length + 1 + second, D].
     """
 
-    def __init__(self, runner: ModelRunner, reference: int):
+    def __init__(self, runner: ModelRunner, small: int):
         self.runner, step = runner, runner.step
-        self.reference = reference  # bucket
         block_size = runner.config.cache.block_size
         groups = step.layout.num_groups
         blocks = min(
@@ -241,30 +251,36 @@ class _Canary:
         self.tokens = rng.integers(0, step.vocab_size, self.length + 1 + _BESIDE).astype(np.int32)
         self._fill = jax.jit(step.fill_slots, donate_argnums=0, static_argnums=2)
         self._rng = rng
-
-    def run(self, bucket: int, *, after: int) -> np.ndarray:
-        """Hidden states of all canary tokens, f32[length + 1 + second, D]: those of the prompt's
-        end and of the second request's last token by `bucket`, of the decode behind by `after`."""
         self._set(np.nan)
+        places = self.length + 1 + self.second
+        self.reference = np.full((places, step.model_config.D), np.nan, np.float32)
+        for piece in [(1, 0, self.second), (0, 0, self.length), (0, self.length, self.length + 1)]:
+            self._run(small, [piece], self.reference)
+
+    def prove(self, bucket: int, *, after: int) -> np.ndarray:
+        """`reference` with the hidden states of the prompt's end and of the second request's last
+        token by `bucket`, and that of the decode behind them by `after`.
+
+        To be called with ever larger buckets: the KV before the prompt's end is still that of the
+        reference then.
+        """
         length, second = self.length, self.second
-        begin = max(min(_PREFIX, length - 1), length - _MOST_STEPS * bucket)
-        before = [(1, 0, second - 1), (0, 0, begin)]  # rows of one token come first
-        proved = [(1, max(0, second - 1), second), (0, begin, length)]
-        parts = [
-            (self.reference, before),
-            (bucket, proved),
-            (after, [(0, length, length + 1)]),
-        ]
-        shape = (length + 1 + second, self.runner.step.model_config.D)
-        found = np.full(shape, np.nan, np.float32)
-        for size, pieces in parts:
-            for rows in _steps(pieces, size):
-                hidden, at = self._step(size, rows), 0
-                for request, start, stop in rows:
-                    place = self._place(request, start)
-                    found[place : place + stop - start] = hidden[at : at + stop - start]
-                    at += stop - start
+        most = _STEPS * bucket - min(1, second)
+        begins = max(min(_PREFIX, length - 1), length - most), max(0, second - 1)
+        self._set(np.nan, begins)
+        found = self.reference.copy()
+        self._run(bucket, [(1, begins[1], second), (0, begins[0], length)], found)
+        self._run(after, [(0, length, length + 1)], found)
         return found
+
+    def _run(self, bucket: int, pieces: list[_Piece], found: np.ndarray) -> None:
+        """Steps over `pieces`, those of one token first; their hidden states go into `found`."""
+        for rows in _steps(pieces, bucket):
+            hidden, at = self._step(bucket, rows), 0
+            for request, start, stop in rows:
+                place = self._place(request, start)
+                found[place : place + stop - start] = hidden[at : at + stop - start]
+                at += stop - start
 
     def _place(self, request: int, token: int) -> int:
         """Of a request's token among those of both."""
@@ -273,11 +289,17 @@ class _Canary:
     def clean(self) -> None:
         self._set(0.0)
 
-    def _set(self, value: float) -> None:
+    def _set(self, value: float, begins: tuple[int, int] = (0, 0)) -> None:
+        """Writes `value` into the slots of both requests from these positions on."""
         size = self.runner.config.cache.block_size
-        slots = jnp.asarray(np.arange(self.blocks.size * size, dtype=np.int32))
+        slots = np.arange(self.blocks.size * size, dtype=np.int32).reshape(len(self.blocks), -1)
+        kept = np.zeros(slots.shape[1], np.bool_)
+        kept[: begins[0]] = True
+        if self.second:
+            kept[-size:][: begins[1]] = True
+        slots = np.where(kept, self.runner.num_slots, slots).reshape(-1)  # past the end: nowhere
         with self.runner.step.sharding.context():
-            self.runner.state.kv = self._fill(self.runner.state.kv, slots, value)
+            self.runner.state.kv = self._fill(self.runner.state.kv, jnp.asarray(slots), value)
 
     def _step(self, bucket: int, rows: list[_Piece]) -> np.ndarray:
         step, state = self.runner.step, self.runner.state
