@@ -48,6 +48,8 @@ def test_an_empty_batch():
     assert len(fake()({"prompt": []})["text"]) == 0
 
 
+@pytest.mark.gate
+@pytest.mark.slow
 @pytest.mark.filterwarnings(
     "ignore:`use_[a-z0-9_]+` is deprecated:DeprecationWarning"
 )  # of its own

@@ -18,7 +18,7 @@ from jaxserve.offline.jsonl import Line, Place
 from jaxserve.offline.progress import Snapshot
 from jaxserve.request import SamplingParams
 
-pytestmark = pytest.mark.usefixtures("cluster")
+pytestmark = [pytest.mark.usefixtures("cluster"), pytest.mark.slow, pytest.mark.gate]
 
 COUNT = 160
 LINES: list[dict[str, Any]] = [

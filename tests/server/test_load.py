@@ -19,6 +19,8 @@ MOST_GROWTH = 12 << 20  # bytes of a process, after a first third of the load
 OPTIONS = ("--set", "scheduler.max_seqs=256", "--set", "server.log_requests=false")
 
 
+@pytest.mark.gate
+@pytest.mark.slow
 def test_256_streams_lose_and_double_nothing(tmp_path: Path):
     under_load(tmp_path, rounds=[15.0, 45.0])
 
