@@ -72,14 +72,13 @@ class StepShape(NamedTuple):
     def with_singles(self, contexts: Ints) -> "StepShape":
         """With rows of one token more; `contexts` i32[rows]."""
         context, count, rows = self.single_context, self.single_turns, self.single_turn_rows
-        more = len(contexts)
         for window, share in self.views:
             context += share * seen(contexts, window)
             walked = turns(contexts, window)
             count, rows = count + share * walked[0], rows + share * walked[1]
         return self._replace(
-            tokens=self.tokens + more,
-            singles=self.singles + more,
+            tokens=self.tokens + len(contexts),
+            singles=self.singles + len(contexts),
             single_context=context,
             single_turns=count,
             single_turn_rows=rows,

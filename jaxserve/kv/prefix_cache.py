@@ -107,12 +107,11 @@ class PrefixCache:
         self.extend(digests, tokens, first, salt)
         contents = self._contents(tokens, first, first + len(blocks[0]))
         self._chain(digests, contents[len(digests) - first :], salt)
-        known = self._digest
         for group, (entries, own) in enumerate(zip(self._entries, blocks, strict=True)):
             for digest, block, content in zip(digests[first:], own, contents, strict=False):
-                if digest not in entries and block not in known:
+                if digest not in entries and block not in self._digest:
                     entries[digest] = (block, content)
-                    known[block] = (group, digest)
+                    self._digest[block] = (group, digest)
 
     def has(self, block: int) -> bool:
         return block in self._digest

@@ -68,6 +68,23 @@ def reads_one_slot_too_far(shapes):
     return wrap
 
 
+def forgets_to_write(shapes, num_slots):
+    """The KV of what ran before in the same place stays; the step's own tokens do not see it."""
+
+    def wrap(compiled):
+        def run(weights, kv, hidden, last_tokens, packed):
+            _, hidden, _ = compiled(weights, jnp.copy(kv), hidden, last_tokens, packed)
+            packed = packed.copy()
+            x = unpack(packed, shapes)
+            x.slots[:] = num_slots
+            kv, _, mark = compiled(weights, kv, jnp.copy(hidden), last_tokens, packed)
+            return kv, hidden, mark
+
+        return run
+
+    return wrap
+
+
 def mixes_rows(shapes):
     """The second row of a step reads the blocks of the first."""
 
@@ -97,7 +114,7 @@ def test_two_requests_share_a_step_however_small_the_smallest_bucket(make_rig):
         program.compiled = good
 
 
-@pytest.mark.parametrize("fault", ["hidden", "padding", "context"])
+@pytest.mark.parametrize("fault", ["hidden", "padding", "context", "writes"])
 def test_a_wrong_program_does_not_serve(runner, fault):
     bucket = runner.manifest.buckets("backbone")[-1]
     program = runner.manifest.get("backbone", bucket)
@@ -106,6 +123,7 @@ def test_a_wrong_program_does_not_serve(runner, fault):
         "hidden": wrong_hidden,
         "padding": pads_write_block_zero(shapes, runner.num_slots),
         "context": reads_one_slot_too_far(shapes),
+        "writes": forgets_to_write(shapes, runner.num_slots),
     }[fault]
     program.compiled = wrap(program.compiled)
     with pytest.raises(warmup.ProofError, match=rf"backbone\[{bucket}\]"):
