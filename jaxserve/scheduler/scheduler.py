@@ -26,7 +26,7 @@ from jaxserve.scheduler.waiting import WaitingQueue
 MAX_BACKOFF = 32  # steps without admission after a preemption, at most
 NOT_FINITE = "the model's logits were not finite"  # why a request failed alone
 FEW_PROMPTS, FEW_BUDGETS = 4, 4  # behind more, or more steps' tokens, the whole budget is used
-EFFICIENT = 0.8  # of the tokens a second of the largest step, at least
+EFFICIENT = 0.6  # of the tokens a second of the largest step, at least
 REFRESH_COSTS = 256  # steps between two looks at the corrected costs
 
 _log = logging.getLogger(__name__)

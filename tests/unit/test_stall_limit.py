@@ -39,15 +39,15 @@ def beside_decodes(
 
 @pytest.mark.parametrize("limit", [1.0, 3.0, 6.0, 12.0])
 def test_few_prompts_hold_up_no_decode_for_longer_than_the_limit(limit: float) -> None:
-    """But for the smallest step with four fifths of the largest one's tokens a second."""
+    """But for the smallest step with three fifths of the largest one's tokens a second."""
     steps = beside_decodes(2, 1000, stall_limit=limit)
     alone = 0.01 + 8e-3  # six decodes, in the bucket of 8
     seconds = {size: 0.01 + 1e-3 * size for size in (8, 16, 32, 64, 128, 256, 512)}
     rates = {size: (size - 6) / took for size, took in seconds.items()}
-    efficient = min(size for size, rate in rates.items() if rate >= 0.8 * rates[512])
+    efficient = min(size for size, rate in rates.items() if rate >= 0.6 * rates[512])
     within = max(size for size, took in seconds.items() if took <= limit * alone)
     most = max(efficient, within)
-    assert (most == efficient) == (limit < 12.0)
+    assert (most == efficient) == (limit < 6.0)
     assert max(r.bucket for r in steps) == most
     full = [r for r in steps if r.bucket == most and not r.padded_tokens]
     assert len(full) >= 7 and all(r.unused == "time_budget" for r in full)
