@@ -143,7 +143,7 @@ def _groups(total: int) -> tuple[Ints, Ints, int]:
     end = (total + full - 1 - full // 2) // full * full
     starts = [*range(0, end, full), *range(end, total, small)]
     longest = total - 1 - np.array(starts, np.int32)
-    shortest = np.maximum(total - np.array([*starts[1:], total][: len(starts)], np.int32), 0)
+    shortest = total - np.array([*starts[1:], total][: len(starts)], np.int32)
     return longest, shortest, len(range(0, end, full))
 
 

@@ -34,10 +34,10 @@ class _Rows(NamedTuple):
 
 class _Greedy(NamedTuple):
     """How the rows of a step of decodes alone were sampled: likely, those of the next one too.
-    `Decoding` makes the array of their seats anew whenever one of them changes."""
+    `Decoding` makes the array of their seats anew whenever one of them changes, and as many rows
+    go into the same bucket."""
 
     seats: Ints
-    bucket: int
     inputs: SampleInputs
     logprobs: bool
 
@@ -146,16 +146,17 @@ class BatchBuilder:
             at += num_tokens
 
     def _sample(self, inputs: StepInputs, of: _Rows, plan: Plan) -> tuple[str, SampleInputs, bool]:
-        seats, ends, bucket, before = of.seats, of.ends, plan.bucket, self._greedy
-        if before is not None and before.seats is seats and before.bucket == bucket:
+        seats, ends, before = of.seats, of.ends, self._greedy
+        if before is not None and before.seats is seats:
             return "greedy", before.inputs, before.logprobs
         last = inputs.query_starts[1 : len(seats) + 1] - 1
         if not of.samples.all():
             last, seats, ends = last[of.samples], seats[of.samples], ends[of.samples]
         rows = self._row_buckets[bisect.bisect_left(self._row_buckets, len(seats))]
-        sampler, sampled, logprobs = self._seat_table.gather(seats, last, ends, (rows, bucket))
+        bucket = rows, plan.bucket
+        sampler, sampled, logprobs = self._seat_table.gather(seats, last, ends, bucket)
         if sampler == "greedy" and not plan.chunks:
-            self._greedy = _Greedy(seats, bucket, sampled, logprobs)
+            self._greedy = _Greedy(seats, sampled, logprobs)
         return sampler, sampled, logprobs
 
     def _scores(self, plan: Plan) -> tuple[ScoreInputs, ...]:

@@ -45,15 +45,9 @@ class ProofError(RuntimeError):
 def warm_up(runner: ModelRunner) -> CostModel:
     """Runs every program on padding, those that take little twice; the last run is its measured
     cost.  What `prove` has run and measured counts.  Returns what steps cost."""
-
-    @functools.lru_cache(maxsize=1)  # programs come bucket by bucket
-    def logits(rows: int) -> jax.Array:
-        head, hidden = runner.manifest.get("head", rows), runner.state.hidden
-        inputs = runner.step.head_weights(runner.weights), hidden, np.zeros(rows, np.int32)
-        return jax.block_until_ready(head(*inputs))
-
-    for program in runner.manifest:
-        run = _padding_run(runner, program, logits)
+    logits_of = functools.lru_cache(maxsize=1)(functools.partial(_logits, runner))
+    for program in runner.manifest:  # bucket by bucket
+        run = _padding_run(runner, program, logits_of)
         while program.measured_s <= _LONG_S and not (program.uses >= 2 and program.measured_s):
             start = time.perf_counter()
             jax.block_until_ready(run())
@@ -118,6 +112,12 @@ def _measured(
     return dataclasses.replace(costs, **{term: cost})
 
 
+def _logits(runner: ModelRunner, rows: int) -> jax.Array:
+    """Of `rows` padding rows."""
+    weights, head = runner.step.head_weights(runner.weights), runner.manifest.get("head", rows)
+    return jax.block_until_ready(head(weights, runner.state.hidden, np.zeros(rows, np.int32)))
+
+
 def _padding_run(
     runner: ModelRunner, program: Program, logits_of: Callable[[int], jax.Array]
 ) -> Callable[[], Any]:
@@ -145,7 +145,7 @@ def _padding_run(
     if kind == "seed_counts":
         return seed_counts
     if kind == "head":
-        return lambda: program(step.head_weights(weights), state.hidden, np.zeros(bucket, np.int32))
+        return lambda: _logits(runner, bucket)
     logits = logits_of(bucket)
     if kind == "greedy":
         return lambda: program(logits, seats, state.last_tokens)
