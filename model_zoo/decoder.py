@@ -25,6 +25,7 @@ from model_zoo.partition import Kernels, kv_write, ragged_paged_attention, split
 from model_zoo.step_inputs import StepInputs
 
 _NO_WINDOW = 2**30  # of a full layer beside layers with a window: more than any context
+Turns = list[tuple[jax.Array, jax.Array]]  # cos and sin f32[T, pairs], one a rope
 _ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True)}
 
 
@@ -62,7 +63,7 @@ class Decoder(nnx.Module):
         `x.tokens` are the real ids: seats are already resolved.  `kernels`: of attention and the KV
         write, "auto" those of the platform that is compiled for.
         """
-        layer, own = self._layer(x, block_size, kernels)
+        layer, own = self._layer(x, self.turns(x.positions), block_size, kernels)
         return run_layers(layer, own, self.embed_tokens(x.tokens), kv)
 
     def embed_tokens(self, tokens: jax.Array) -> jax.Array:
@@ -75,6 +76,10 @@ class Decoder(nnx.Module):
             hidden = hidden * jnp.asarray(c.embed_scale, c.dtype).astype(jnp.float32)
         return hidden
 
+    def turns(self, positions: jax.Array) -> Turns:
+        """How positions i32[T] rotate queries and keys; the same in all layers."""
+        return [rope.angles(one, positions) for one in self.config.ropes]
+
     def one_layer(  # noqa: PLR0913  a layer's weights, and what all layers have
         self,
         hidden: jax.Array,
@@ -82,21 +87,21 @@ class Decoder(nnx.Module):
         index: jax.Array,
         w: Weights,
         x: StepInputs,
+        turns: Turns,
         *,
         block_size: int,
         kernels: Kernels = "xla",
     ) -> tuple[jax.Array, Any]:
         """Layer `index` of `forward` with the weights `w`; the module's own are not used."""
-        layer, own = self._layer(x, block_size, kernels)
+        layer, own = self._layer(x, turns, block_size, kernels)
         rest = {name: jnp.asarray(own[name])[index] for name in own.keys() - w.keys()}
         return layer(hidden, kv, index, rest | w)
 
     def _layer(
-        self, x: StepInputs, block_size: int, kernels: Kernels
+        self, x: StepInputs, turns: Turns, block_size: int, kernels: Kernels
     ) -> tuple[LayerFunction, Weights]:
         """What a layer does, and what each layer has of its own, stacked."""
         c = self.config
-        turns = [rope.angles(one, x.positions) for one in c.ropes]
         real = jnp.arange(len(x.tokens)) < x.query_starts[-1]
         own, fixed = self._by_layer(turns)
         if x.block_tables.ndim == 3:  # a table for each group of layers
@@ -145,7 +150,7 @@ class Decoder(nnx.Module):
             logits = logits * c.logit_scale
         return logits if c.logit_cap is None else c.logit_cap * jnp.tanh(logits / c.logit_cap)
 
-    def _by_layer(self, turns: list[tuple[jax.Array, jax.Array]]) -> tuple[Weights, Weights]:
+    def _by_layer(self, turns: Turns) -> tuple[Weights, Weights]:
         """What each layer has of its own, stacked, and what all have in common: weights, window,
         rope."""
         c = self.config

@@ -22,7 +22,7 @@ SEED_TOKENS = 512  # tokens of one `seed_counts` call
 
 _WHY = {
     "backbone": "all layers over a step of up to {} tokens",
-    "embed": "what the first layer is given",
+    "embed": "what the first layer is given, and the rotations of all layers",
     "layer": "one layer over a step of up to {} tokens",
     "keep": "the last layer's hidden states into their buffer",
     "head": "logits of up to {} rows",
@@ -218,18 +218,17 @@ class DeviceStep:
 
     def _chain(self, tokens, weights, kv, hidden, last_tokens, packed) -> ProgramSpec:
         """The backbone, one call a layer."""
-        x = jax.ShapeDtypeStruct((tokens, self.model_config.D), jnp.float32)
         index = jax.ShapeDtypeStruct((), jnp.int32)
         part = functools.partial
+        embed, given = part(self._embed, tokens), (weights.shared, last_tokens, packed)
+        x, turns = jax.eval_shape(embed, *given)
         parts = (
-            self._spec(
-                "embed", tokens, part(self._embed, tokens), (weights.shared, last_tokens, packed)
-            ),
+            self._spec("embed", tokens, embed, given),
             self._spec(
                 "layer",
                 tokens,
                 part(self._layer, tokens),
-                (weights.layers[0], x, kv, index, packed),
+                (weights.layers[0], x, kv, index, packed, turns),
                 (1, 2),
             ),
             self._spec("keep", tokens, part(self._keep, tokens), (hidden, x, packed), (0,)),
@@ -256,12 +255,13 @@ class DeviceStep:
         return kv, *self._keep(tokens, hidden, new, packed)
 
     def _embed(self, tokens, weights, last_tokens, packed):
-        return self._model(weights).embed_tokens(self._inputs(tokens, packed, last_tokens).tokens)
+        x, model = self._inputs(tokens, packed, last_tokens), self._model(weights)
+        return model.embed_tokens(x.tokens), model.turns(x.positions)
 
-    def _layer(self, tokens, own, x, kv, index, packed):
+    def _layer(self, tokens, own, x, kv, index, packed, turns):
         inputs = unpack(packed, self.shapes(tokens))
         model = nnx.merge(self.graphdef, self.abstract_weights)
-        return model.one_layer(x, kv, index, own, inputs, **self._options())
+        return model.one_layer(x, kv, index, own, inputs, turns, **self._options())
 
     def _options(self) -> dict[str, Any]:
         return {"block_size": self.config.cache.block_size, "kernels": self._kernels}

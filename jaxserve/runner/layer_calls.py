@@ -53,9 +53,9 @@ class Chain:
         self, weights: ByLayer, kv: Any, hidden: Any, last_tokens: Any, packed: Any
     ) -> tuple[Any, Any, Any]:
         packed = jax.device_put(packed)
-        x = self._embed(weights.shared, last_tokens, packed)
+        x, turns = self._embed(weights.shared, last_tokens, packed)
         for number, own in zip(self._numbers, weights.layers, strict=True):
-            x, kv = self._layer(own, x, kv, number, packed)
+            x, kv = self._layer(own, x, kv, number, packed, turns)
         hidden, mark = self._keep(hidden, x, packed)
         return kv, hidden, mark
 

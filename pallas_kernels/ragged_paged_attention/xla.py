@@ -151,11 +151,11 @@ def _chunks(
     widest = max(span for _, span in CHUNK_TILES)
     tables = _pad_to_span(rows.block_tables, max(1, widest // kv.shape[3]))
     rows = rows._replace(block_tables=tables)
-    padding = ((0, CHUNK_TILES[0][0]), (0, 0), (0, 0))
-    q, out = jnp.pad(q, padding), jnp.pad(out, padding)
     *large, (smallest, narrow) = CHUNK_TILES
     kinds = [kind for kind in large if kind[0] <= num_tokens]
     kinds.append((min(smallest, num_tokens), narrow))
+    padding = ((0, kinds[0][0]), (0, 0), (0, 0))
+    q, out = jnp.pad(q, padding), jnp.pad(out, padding)
     counts = chunk_tiles(rows, tuple(size for size, _ in kinds))
     firsts = rows.query_starts[:-1]
     for (size, span), tiles in zip(kinds, counts, strict=True):
