@@ -112,7 +112,7 @@ def no_step(windows: Sequence[int | None]) -> StepShape:
 
 def seen(contexts: Ints, window: int | None = None) -> int:
     """Sum of what rows of one token see of their contexts."""
-    return int((contexts if window is None else np.minimum(contexts, window)).sum())
+    return int(np.add.reduce(contexts if window is None else np.minimum(contexts, window)))
 
 
 def turns(contexts: Ints, window: int | None = None) -> tuple[int, int]:

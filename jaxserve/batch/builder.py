@@ -127,8 +127,11 @@ class BatchBuilder:
             first = np.repeat(starts - inputs.query_starts[:rows], counts)
             positions = first + np.arange(total, dtype=np.int32)
         inputs.positions[:total] = positions
-        index, offset = np.divmod(positions, self._block_size)
-        inputs.slots[..., :total] = self._tables[..., row_of, index] * self._block_size + offset
+        # The slot is block * block_size + position - index * block_size: numpy divides faster than
+        # it takes a rest.
+        index = positions // self._block_size
+        blocks = self._tables[..., row_of, index]
+        inputs.slots[..., :total] = (blocks - index) * self._block_size + positions
         inputs.slots[..., total:] = self._num_slots
         self._fill_tokens(inputs, plan)
 
@@ -139,7 +142,7 @@ class BatchBuilder:
         inputs.token_seats[:] = self._rows
         np.copyto(inputs.token_seats[:at], decodes.seats, where=decodes.on_device)
         if not decodes.on_device.all():
-            last = np.array([request.tokens[-1] for request in decodes.requests], np.int32)
+            last = np.array([tokens[-1] for tokens in decodes.tokens], np.int32)
             np.copyto(inputs.tokens[:at], last, where=~decodes.on_device)
         for request, start, num_tokens, _, _ in plan.chunks:
             inputs.tokens[at : at + num_tokens] = request.tokens[start : start + num_tokens]

@@ -64,8 +64,7 @@ class SeatReset(NamedTuple):
     num_prompt: int
 
 
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Batch:
+class Batch(NamedTuple):
     """One step as handed to the runner.  Its arrays are fresh and are never edited afterwards.
 
     `sampler` names the sampling program: "none" (no row samples), "greedy" (temperature 0 and no

@@ -104,13 +104,16 @@ class PrefixCache:
     ) -> None:
         """`blocks` of each group hold the full blocks of `tokens` from number `first`; of several
         blocks with one digest the first stays.  Extends the chain `digests` as far as needed."""
-        self.extend(digests, tokens, first, salt)
-        contents = self._contents(tokens, first, first + len(blocks[0]))
-        self._chain(digests, contents[len(digests) - first :], salt)
-        for group, (entries, own) in enumerate(zip(self._entries, blocks, strict=True)):
-            for digest, block, content in zip(digests[first:], own, contents, strict=False):
+        known = len(digests)
+        start = known if known < first else first
+        contents = self._contents(tokens, start, first + len(blocks[0]))
+        self._chain(digests, contents[known - start :], salt)
+        for group, own in enumerate(blocks):
+            entries = self._entries[group]
+            for index, block in enumerate(own, first):
+                digest = digests[index]
                 if digest not in entries and block not in self._digest:
-                    entries[digest] = (block, content)
+                    entries[digest] = (block, contents[index - start])
                     self._digest[block] = (group, digest)
 
     def has(self, block: int) -> bool:

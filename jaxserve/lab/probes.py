@@ -73,7 +73,15 @@ class Probes:
         on_device = np.ones(singles, np.bool_)
         seats = np.arange(singles, dtype=np.int32)
         decodes = Decodes(
-            requests[:singles], [0] * singles, seats, starts, on_device, 0, frozenset()
+            requests[:singles],
+            [request.tokens for request in requests[:singles]],
+            [0] * singles,
+            seats,
+            starts,
+            starts + 2,
+            on_device,
+            0,
+            frozenset(),
         )
         samples = probe.sampler != "none" and not singles
         chunks = [

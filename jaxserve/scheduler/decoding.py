@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from jaxserve.request import Request, SeatProgress
 from jaxserve.scheduler.plan import Bools, Decodes, Ints
@@ -12,8 +13,11 @@ class _Rows(NamedTuple):
     """The members."""
 
     requests: list[Request]
+    tokens: list[list[int]]
     epochs: list[int]
     seats: Ints
+    places: NDArray[np.intp]  # the same, as numpy looks them up fastest
+    limits: Ints  # `limit` of their seats
     mask: Bools  # bool[seats of the engine]: which are theirs
     stop_ids: frozenset[int]  # of all of them
 
@@ -60,24 +64,36 @@ class Decoding:
         if not needy.any():
             return []
         needy &= self._progress.computed + 1 < self.limit  # the last token is not on its way
-        return [rows.requests[i] for i in needy[rows.seats].nonzero()[0].tolist()]
+        return [rows.requests[i] for i in needy[rows.places].nonzero()[0].tolist()]
 
     def plan(self, held: Bools | None = None) -> Decodes:
         """A token for every member that is not at its end nor `held`, bool[seats]."""
         rows = self._cached()
-        requests, epochs, seats = rows.requests, rows.epochs, rows.seats
-        starts = self._progress.computed[seats]
+        requests, tokens, epochs = rows.requests, rows.tokens, rows.epochs
+        seats, places, limits = rows.seats, rows.places, rows.limits
+        starts = self._progress.computed[places]
         waits = self._needy(rows)
         if held is not None:
             waits |= held & rows.mask
         if waits.any():
-            runs = ~waits[seats]
+            runs = ~waits[places]
             keep = runs.nonzero()[0].tolist()
-            requests, epochs = [requests[i] for i in keep], [epochs[i] for i in keep]
-            seats, starts = seats[runs], starts[runs]
-        on_device = self._progress.in_flight[seats] > 0
-        generation, stop_ids = self.generation, rows.stop_ids
-        return Decodes(requests, epochs, seats, starts, on_device, generation, stop_ids)
+            requests, tokens = [requests[i] for i in keep], [tokens[i] for i in keep]
+            epochs = [epochs[i] for i in keep]
+            seats, places = seats[runs], places[runs]
+            starts, limits = starts[runs], limits[runs]
+        on_device = self._progress.in_flight[places] > 0
+        return Decodes(
+            requests,
+            tokens,
+            epochs,
+            seats,
+            starts,
+            limits,
+            on_device,
+            self.generation,
+            rows.stop_ids,
+        )
 
     def advance(self, decodes: Decodes) -> None:
         """These decodes go into a step."""
@@ -113,7 +129,14 @@ class Decoding:
             seats = np.array([request.seat for request in requests], np.int32)
             mask = np.zeros(len(self.room), np.bool_)
             mask[seats] = True
-            epochs = [request.epoch for request in requests]
-            stop_ids = frozenset[int]().union(*[request.stop_ids for request in requests])
-            self._rows = _Rows(requests, epochs, seats, mask, stop_ids)
+            self._rows = _Rows(
+                requests=requests,
+                tokens=[request.tokens for request in requests],
+                epochs=[request.epoch for request in requests],
+                seats=seats,
+                places=seats.astype(np.intp),
+                limits=self.limit[seats],
+                mask=mask,
+                stop_ids=frozenset[int]().union(*[request.stop_ids for request in requests]),
+            )
         return self._rows

@@ -42,25 +42,35 @@ class Unused(enum.StrEnum):
     NOT_READY = "host_not_ready"
 
 
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Decodes:
+class Decodes(NamedTuple):
     """One token each for many requests: their last one, from which the next is sampled."""
 
     requests: Sequence[Request]
+    tokens: Sequence[list[int]]  # theirs, to which what is sampled is appended
     epochs: Sequence[int]  # as in Chunk
     seats: Ints
     starts: Ints  # position of the token
+    limits: Ints  # tokens at which the request ends with reason "length"
     on_device: Bools  # the host does not know the token yet
     generation: int  # while the scheduler's is the same, all epochs hold
     stop_ids: frozenset[int]  # of all of them; others may be among these
 
 
 _NOTHING = np.zeros(0, np.int32)
-NO_DECODES = Decodes((), (), _NOTHING, _NOTHING, np.zeros(0, np.bool_), 0, frozenset())
+NO_DECODES = Decodes(
+    requests=(),
+    tokens=(),
+    epochs=(),
+    seats=_NOTHING,
+    starts=_NOTHING,
+    limits=_NOTHING,
+    on_device=np.zeros(0, np.bool_),
+    generation=0,
+    stop_ids=frozenset(),
+)
 
 
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Plan:
+class Plan(NamedTuple):
     """One step: the decodes' rows, then the chunks'.  Chunks of one token come first."""
 
     decodes: Decodes
@@ -87,14 +97,12 @@ class Draft:
     """A step while it is being decided."""
 
     left: int  # tokens of the budget
+    prefills: list[tuple[Request, int]]
+    admitted: list[Request]
+    preempted: list[Request]
     decodes: Decodes = NO_DECODES
-    prefills: list[tuple[Request, int]] = dataclasses.field(
-        default_factory=list[tuple[Request, int]]
-    )
     partials: int = 0  # prompts in the middle of their prefill after this step
     longs: int = 0  # of those, long ones
-    admitted: list[Request] = dataclasses.field(default_factory=list[Request])
-    preempted: list[Request] = dataclasses.field(default_factory=list[Request])
     time: StepTime | None = None  # what still fits, where time limits the step
     held: Bools | None = None  # bool[seats]: decodes that wait for prefills; None: nobody
     closed: Unused | None = None  # why nobody more is admitted

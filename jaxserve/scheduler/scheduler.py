@@ -6,9 +6,9 @@ Nobody starves: at most `max_seqs <= token_budget` requests run, so whenever one
 prefill at least one token is left for it, and policy order is subject to aging.
 """
 
+import collections
 import logging
 import math
-from collections.abc import Sequence
 
 import numpy as np
 
@@ -84,7 +84,7 @@ class Scheduler:
         self._step += 1
         if self._online is not None and self._step % REFRESH_COSTS == 0:
             self.set_costs(self._online)
-        draft = Draft(left=self._rules.token_budget)
+        draft = Draft(self._rules.token_budget, prefills=[], admitted=[], preempted=[])
         self._take_decodes(draft)
         prefills = [r for r in self._prefilling if r.num_pending]
         # Equal chunks, and prompts with deadlines, go in one order whatever their length.
@@ -123,31 +123,33 @@ class Scheduler:
 
     def _land_decodes(self, decodes: Decodes, tokens: Ints, bad: Bools) -> list[Output]:
         held = self._decoding.landed(decodes)
-        requests: Sequence[Request] = decodes.requests
-        starts, seats = decodes.starts, decodes.seats
+        requests, texts = decodes.requests, decodes.tokens
+        starts, limits = decodes.starts, decodes.limits
         failed: list[Request] = []
         if held is not None or bad.any():
             held = np.ones(len(requests), np.bool_) if held is None else held
             good = held & ~bad
             failed = [requests[i] for i in (held & bad).nonzero()[0].tolist()]
-            requests = [requests[i] for i in good.nonzero()[0].tolist()]
-            starts, seats, tokens = starts[good], seats[good], tokens[good]
+            kept = good.nonzero()[0].tolist()
+            requests, texts = [requests[i] for i in kept], [texts[i] for i in kept]
+            starts, limits, tokens = starts[good], limits[good], tokens[good]
         ids: list[int] = tokens.tolist()
-        for request, token in zip(requests, ids, strict=True):
-            request.tokens.append(token)
+        collections.deque(map(list[int].append, texts, ids), maxlen=0)  # a loop in C
         outputs = list(map(Output, requests, zip(ids, strict=True)))
         stopped: list[int] = []
         if not decodes.stop_ids.isdisjoint(ids):
             stopped = [row for row, r in enumerate(requests) if ids[row] in r.stop_ids]
-        filled: Bools = (starts + 1) % self.kv.block_size == 0
+        computed, size = starts + 1, self.kv.block_size
+        filled: Bools = computed // size * size == computed  # a rest takes numpy longer
         for row in filled.nonzero()[0].tolist():
             self._landed(requests[row], int(starts[row]), 1)
-        at_limit = (starts + 2 >= self._decoding.limit[seats]).nonzero()[0].tolist()
+        at_limit = (computed + 1 >= limits).nonzero()[0].tolist()
         ends = dict.fromkeys(at_limit, "length") | dict.fromkeys(stopped, "stop")
         for row, reason in ends.items():
             self.finish(requests[row], reason)
             outputs[row].finish_reason = reason
-        return outputs + [self._fail(request) for request in failed]
+        outputs.extend(map(self._fail, failed))
+        return outputs
 
     def _land_chunks(
         self, chunks: list[Chunk], tokens: Ints, bad: Bools, outputs: list[Output]
@@ -222,17 +224,17 @@ class Scheduler:
     def _keep_short(self, draft: Draft, prefills: list[Request]) -> None:
         """While prompts are few, their chunks do not hold up the decodes for longer than it takes
         to be efficient; behind a queue of many, the whole budget serves everybody best."""
-        contexts = draft.decodes.starts + 1
+        decodes = len(draft.decodes.requests)
         few = 0 < len(prefills) + self.num_waiting <= FEW_PROMPTS
-        if few and self._stall_limit and len(contexts) and self._online is not None:
+        if few and self._stall_limit and decodes and self._online is not None:
             prompts = [*prefills, *self._short.front(FEW_PROMPTS), *self._long.front(FEW_PROMPTS)]
             most = FEW_BUDGETS * self._rules.token_budget
             if len(prompts) > 1 and sum(request.num_pending for request in prompts) > most:
                 return
             predict, rows = self._online.predict, self._row_sizes
             price = Price(predict, self._sizes, rows, SAMPLERS[0], self._empty)
-            load = self._empty.with_singles(contexts)
-            limit = self._stall_limit * price.seconds(load, len(contexts))
+            load = self._empty.with_singles(draft.decodes.starts + 1)
+            limit = self._stall_limit * price.seconds(load, decodes)
             start = prefills[0].num_computed if prefills else 0
             least = price.efficient(load, start, EFFICIENT)
             draft.time = StepTime(price, load, max(limit, least))

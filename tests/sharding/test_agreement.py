@@ -1,7 +1,5 @@
 """Processes that schedule different steps are found out, whatever differs."""
 
-import dataclasses
-
 import numpy as np
 import pytest
 
@@ -57,14 +55,12 @@ def test_equal_steps_pass_and_few_are_compared():
 
 
 CHANGES = {
-    "tokens": lambda b: dataclasses.replace(b, packed=b.packed + (np.arange(len(b.packed)) == 3)),
-    "sampler": lambda b: dataclasses.replace(b, sampler="greedy"),
-    "logprobs": lambda b: dataclasses.replace(b, logprobs=True),
-    "seed": lambda b: dataclasses.replace(
-        b, samples=b.samples._replace(seed=b.samples.seed + np.uint32(1))
-    ),
-    "seat": lambda b: dataclasses.replace(b, resets=(b.resets[0]._replace(seat=0),)),
-    "no reset": lambda b: dataclasses.replace(b, resets=()),
+    "tokens": lambda b: b._replace(packed=b.packed + (np.arange(len(b.packed)) == 3)),
+    "sampler": lambda b: b._replace(sampler="greedy"),
+    "logprobs": lambda b: b._replace(logprobs=True),
+    "seed": lambda b: b._replace(samples=b.samples._replace(seed=b.samples.seed + np.uint32(1))),
+    "seat": lambda b: b._replace(resets=(b.resets[0]._replace(seat=0),)),
+    "no reset": lambda b: b._replace(resets=()),
 }
 
 
