@@ -32,7 +32,7 @@ Ints = NDArray[np.int32]
 # in full groups and what is left in small ones, positions in turns, chunks in tiles of queries with
 # a turn of their own.
 GROUPS, SPAN = (16, 4), 128
-TILES = ((256, 256), (64, 128))
+TILES = ((256, 256), (128, 128), (64, 128))
 MAX_CORRECTION = math.log(4.0)  # of the logarithm of a prediction, either way
 _OUTLIER = 0.25  # a surprise counts as at most this (in logarithms): a pause is not a trend
 _COMMON_RATE, _BUCKET_RATE = 0.02, 0.05
@@ -150,14 +150,13 @@ def _groups(total: int) -> tuple[Ints, Ints, int]:
 def tile_pairs(start: int, num_tokens: int, window: int | None = None) -> int:
     """Query-key pairs of a chunk in whole tiles and turns: (queries of a tile, positions a turn)
     are `TILES`.  A tile starts at the turn in which the window of its first query begins."""
-    (large, wide), (small, narrow) = TILES
-    many = (num_tokens + large // 4) // large
-    few = -(-max(0, num_tokens - many * large) // small)
     total, end, last = 0, start, start + num_tokens
-    for size, span in [(large, wide)] * many + [(small, narrow)] * few:
-        low = 0 if window is None else max(0, end + 1 - window) // span
-        end += size
-        total += size * (-(-min(end, last) // span) - low) * span
+    for size, span in TILES:
+        spare = size - 1 if size == TILES[-1][0] else size // 4  # that one of them may have
+        for _ in range(max(0, last - end + spare) // size):
+            low = 0 if window is None else max(0, end + 1 - window) // span
+            end += size
+            total += size * (-(-min(end, last) // span) - low) * span
     return total
 
 

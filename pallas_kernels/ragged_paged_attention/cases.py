@@ -90,6 +90,7 @@ CASES = (
     Case("one chunk from zero", ((37, 37),), 0),
     Case("one chunk over a prefix", ((37, 300),), 0),
     Case("long chunk", ((300, 521),), 0),
+    Case("chunks of half a tile", ((100, 100), (112, 700), (230, 259), (128, 385)), 0),
     Case("chunks of one query", ((1, 1), (1, 20), (2, 300)), 0),
     Case("chunks at block edges", ((15, 31), (16, 32), (17, 33), (16, 48)), 0),
     Case("many small chunks", tuple((n, n + 3 * n % 11) for n in range(1, 30)), 0),
@@ -100,6 +101,7 @@ CASES = (
     Case("block of 1", _MIXED, 4, block_size=1),
     Case("block of 5", _MIXED, 4, block_size=5),
     Case("block of 32", _MIXED, 4, block_size=32),
+    Case("block of 48", ((60, 700), (9, 699)), 0, block_size=48),  # no whole number a turn
     Case("block of 128", _MIXED, 4, block_size=128),
     Case("block of 512", _MIXED, 4, block_size=512),
     Case("heads 9, 3 of 64", _MIXED, 4, heads=(9, 3, 64)),

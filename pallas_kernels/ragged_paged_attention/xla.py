@@ -17,14 +17,16 @@ from pallas_kernels.ragged_paged_attention.plan import Mask, Rows, chunk_tiles
 
 DECODE_ROWS = (16, 4)  # rows that share one loop over the context: of a full group, a small one
 DECODE_SPAN = 128  # positions a turn of it
-CHUNK_TILES = ((256, 256), (64, 128))  # (queries of one row that share one loop, positions a turn)
+# (queries of one row that share one loop, positions a turn)
+CHUNK_TILES = ((256, 256), (128, 128), (64, 128))
+WHOLE_SPAN = 256  # positions a turn where a tile sees all of them
 
 
 class Tiles(NamedTuple):
     """How the rows of a step are cut into tiles of one size."""
 
     size: int  # queries a tile
-    span: int  # positions a turn of its loop
+    span: int  # positions a turn where something is masked
     counts: jax.Array  # i32[B]  tiles of each row
     firsts: jax.Array  # i32[B]  index in T where they begin
 
@@ -84,6 +86,11 @@ def _read_whole(kv: jax.Array, layer: jax.Array, where: jax.Array, *, first: int
     return pages[..., first : first + width]
 
 
+def _blocks(span: int, block_size: int) -> int:
+    """Blocks of a turn of about `span` positions; of twice the span, twice as many."""
+    return max(1, DECODE_SPAN // block_size) * (span // DECODE_SPAN)
+
+
 def _pad_to_span(tables: jax.Array, blocks: int) -> jax.Array:
     """Tables whose width is a multiple of `blocks`; block 0 is as good as any, it is masked."""
     return jnp.pad(tables, ((0, 0), (0, -tables.shape[1] % blocks)))
@@ -93,7 +100,7 @@ def _decode(q: jax.Array, kv: jax.Array, layer: jax.Array, batch: Rows, mask: Ma
     """Attention of the rows of one query: row b is token b.  All other tokens come out zero."""
     num_tokens, heads, width = q.shape
     kv_heads, block_size = kv.shape[2:4]
-    blocks = max(1, DECODE_SPAN // block_size)
+    blocks = _blocks(DECODE_SPAN, block_size)
     span = blocks * block_size
     rows = min(len(batch.kv_lens), num_tokens)
     full, small = min(DECODE_ROWS[0], rows), DECODE_ROWS[1]
@@ -148,8 +155,7 @@ def _chunks(
 ) -> jax.Array:
     """`out` with the rows of many queries filled in, tile by tile of queries of one row."""
     num_tokens = len(q)
-    widest = max(span for _, span in CHUNK_TILES)
-    tables = _pad_to_span(rows.block_tables, max(1, widest // kv.shape[3]))
+    tables = _pad_to_span(rows.block_tables, _blocks(WHOLE_SPAN, kv.shape[3]))
     rows = rows._replace(block_tables=tables)
     *large, (smallest, narrow) = CHUNK_TILES
     kinds = [kind for kind in large if kind[0] <= num_tokens]
@@ -201,15 +207,15 @@ def _tile(  # noqa: PLR0913  a step's arrays, and which tile
     row, start, span = place
     size, heads, width = q.shape
     kv_heads, block_size = kv.shape[2:4]
-    blocks = max(1, span // block_size)
-    span = blocks * block_size
+    span, whole_span = (_blocks(one, block_size) * block_size for one in (span, WHOLE_SPAN))
     length = rows.kv_lens[row]
     first = length - (rows.query_starts[row + 1] - start)  # position of the first query
     at = first + jnp.arange(size)
     folded = q.reshape(size, kv_heads, -1, width).transpose(1, 2, 0, 3)
     folded = folded.reshape(kv_heads, -1, width)
 
-    def turn(index: jax.Array, state: Softmax, *, whole: bool) -> Softmax:
+    def turn(index: jax.Array, state: Softmax, *, span: int, whole: bool) -> Softmax:
+        blocks = span // block_size
         where = jax.lax.dynamic_slice(rows.block_tables, (row, index * blocks), (1, blocks))[0]
         k = _gather(kv, layer, where, 0).astype(q.dtype)  # [K, span, H]
         v = _gather(kv, layer, where, width).astype(q.dtype)
@@ -225,11 +231,14 @@ def _tile(  # noqa: PLR0913  a step's arrays, and which tile
 
     end, state = jnp.minimum(first + size, length), _empty(folded)
     if mask.window is None:  # every query sees all of the spans before the tile: nothing to mask
-        low = (first + 1) // span
-        state = jax.lax.fori_loop(0, low, functools.partial(turn, whole=True), state)
+        before = (first + 1) // whole_span
+        walk = functools.partial(turn, span=whole_span, whole=True)
+        state = jax.lax.fori_loop(0, before, walk, state)
+        low = before * (whole_span // span)
     else:
         low = jnp.maximum(first + 1 - mask.window, 0) // span
-    state = jax.lax.fori_loop(low, -(-end // span), functools.partial(turn, whole=False), state)
+    walk = functools.partial(turn, span=span, whole=False)
+    state = jax.lax.fori_loop(low, -(-end // span), walk, state)
     result = _result(state).reshape(kv_heads, heads // kv_heads, size, width)
     return result.transpose(2, 0, 1, 3).reshape(size, heads, width)
 

@@ -152,7 +152,7 @@ def test_turns_are_those_of_groups_sorted_by_context(contexts: list[int]):
 def test_whole_tiles_hold_every_pair(start: int, tokens: int):
     filled = tile_pairs(start, tokens)
     assert pairs(start, tokens) <= filled
-    (large, wide), (small, _) = TILES
+    (large, wide), *_, (small, _) = TILES
     assert filled <= (tokens + large) * (start + tokens + wide)
     if tokens <= small:
         assert filled == small * -(-(start + tokens) // SPAN) * SPAN
@@ -178,7 +178,7 @@ def test_turns_begin_with_the_window_of_the_shortest_of_a_group(contexts: list[i
 def test_windowed_tiles_hold_every_pair_that_is_seen(start: int, tokens: int, window: int):
     filled = tile_pairs(start, tokens, window)
     assert pairs(start, tokens, window) <= filled <= tile_pairs(start, tokens)
-    (large, wide), _ = TILES
+    (large, wide), *_ = TILES
     assert filled <= (tokens + large) * (window + large + 2 * wide)
 
 
