@@ -217,9 +217,7 @@ def test_an_undeclared_shape_is_refused_and_the_runner_goes_on(runner):
         runner.dispatch(batch)
     good = runner.config.buckets.tokens[0]
     packed = runner.step.padding_step(good)
-    fine = dataclasses.replace(
-        batch, packed=packed, inputs=unpack(packed, runner.step.shapes(good))
-    )
+    fine = batch._replace(packed=packed, inputs=unpack(packed, runner.step.shapes(good)))
     assert runner.result(runner.dispatch(fine)).tokens.size == 0
 
 
