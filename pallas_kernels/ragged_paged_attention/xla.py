@@ -20,6 +20,7 @@ DECODE_SPAN = 128  # positions a turn of it
 # (queries of one row that share one loop, positions a turn)
 CHUNK_TILES = ((256, 256), (128, 128), (64, 128))
 WHOLE_SPAN = 256  # positions a turn where a tile sees all of them
+_MANY_LINES = 256  # of scores, from which on threads are worth sharing them evenly
 
 
 class Tiles(NamedTuple):
@@ -262,13 +263,30 @@ def _turn(
         scores = mask.soft_cap * jnp.tanh(scores / mask.soft_cap)
     if seen is not None:
         scores = jnp.where(seen, scores, -jnp.inf)
-    top = jnp.maximum(state.top, jnp.max(scores, axis=-1, keepdims=True))
+    shape, single = scores.shape, state.top.shape
+    scores = _lines(scores)
+    top = jnp.maximum(state.top, jnp.max(scores, axis=-1).reshape(single))
     safe = jnp.where(top == -jnp.inf, 0.0, top)  # nothing seen yet: exp(-inf - 0) is 0
-    weights = jnp.exp(scores - safe).astype(v.dtype)
+    weights = _lines(jnp.exp(scores - safe.reshape(-1, 1)).astype(v.dtype))
     keep = jnp.exp(state.top - safe)
-    sums = jnp.einsum("...qs,...sh->...qh", weights, v, preferred_element_type=jnp.float32)
-    total = state.total * keep + jnp.sum(weights, axis=-1, keepdims=True, dtype=jnp.float32)
+    sums = jnp.einsum(
+        "...qs,...sh->...qh", weights.reshape(shape), v, preferred_element_type=jnp.float32
+    )
+    total = state.total * keep + jnp.sum(weights, axis=-1, dtype=jnp.float32).reshape(single)
     return Softmax(state.values * keep + sums, total, top)
+
+
+def _lines(x: jax.Array) -> jax.Array:
+    """[..., span] as [lines, span].
+
+    XLA's CPU back end shares an operation out among threads along its first axis: of 3 kv heads one
+    thread gets twice as much as the other.  Without the barrier the axes come back.
+    """
+    lines = x.reshape(-1, x.shape[-1])
+    if len(lines) < _MANY_LINES:
+        return lines
+    barrier = jax.lax.optimization_barrier
+    return jax.lax.platform_dependent(lines, cpu=barrier, default=lambda lines: lines)
 
 
 def _result(state: Softmax) -> jax.Array:
